@@ -1,0 +1,1 @@
+"""What a user would write otherwise: each peer computes what the library's op does, or a stated limit of it."""

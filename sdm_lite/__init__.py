@@ -1,0 +1,32 @@
+"""Sparse, updatable memories for sequence models.
+
+A large table of slots per head, of which each token reads and writes only a few, chosen by product keys
+and updated by the gated delta rule. The ops take and give NumPy arrays, torch tensors,
+``sdm_lite.autograd`` tensors, or anything with ``__dlpack__``.
+
+>>> import numpy as np, sdm_lite
+>>> values, slots = sdm_lite.product_key_topk(np.zeros((2, 8), np.float32), 3)
+>>> slots.tolist()
+[[0, 1, 4], [0, 1, 4]]
+"""
+
+from .errors import BackendError, DeviceError, DtypeError, SdmError, ShapeError, SlotError, ValueRangeError
+from .ops import hash_slots, product_key_topk, sparse_delta_rule, sparse_delta_rule_
+from .rooms import backends
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendError",
+    "DeviceError",
+    "DtypeError",
+    "SdmError",
+    "ShapeError",
+    "SlotError",
+    "ValueRangeError",
+    "backends",
+    "hash_slots",
+    "product_key_topk",
+    "sparse_delta_rule",
+    "sparse_delta_rule_",
+]

@@ -1,0 +1,90 @@
+"""From settings or a checkpoint to a model, and what the model costs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import SdmError
+from ..nn import SMALL_MODEL_OPTIONS, HybridLM, flops_per_token, parameter_counts, state_elements
+from . import checkpoint
+from .mistakes import mistake
+from .settings import Settings
+
+
+def build(command: str, settings: Settings, vocab_size: int) -> HybridLM:
+    """Return the model of `settings`, with the parameters that its seed gives."""
+    layers = [settings.mixer if kind == "mixer" else kind for kind in settings.layers]
+    options = {kind: dict(extra) for kind, extra in SMALL_MODEL_OPTIONS.items()}
+    options["sdm"] |= {"learn_memory": settings.learn_memory, "score_scale": settings.score_scale}
+    options["gdn"] |= {"head_k_dim": settings.key_dim}
+    torch.manual_seed(settings.seed)
+    try:
+        return HybridLM(
+            vocab_size,
+            settings.dim,
+            len(layers),
+            mixer=settings.mixer,
+            layers=layers,
+            num_heads=settings.heads,
+            num_kv_heads=settings.kv_heads,
+            window=settings.window,
+            slots_per_head=settings.slots,
+            num_writes=settings.writes,
+            num_reads=settings.reads,
+            mixer_heads=settings.mixer_heads,
+            options=options,
+            mlp_hidden=settings.hidden,
+            tie_embeddings=settings.tie_embeddings,
+            zero_head=not settings.tie_embeddings,
+            embedding_std=0.5,
+            ngram_buckets=settings.ngram_buckets,
+        )
+    except SdmError as error:
+        raise mistake(command, "model", "sizes that fit each other", str(error).rstrip("."), "change them") from error
+
+
+def from_checkpoint(command: str, folder: Path) -> tuple[HybridLM, checkpoint.Checkpoint]:
+    """Return the model saved in `folder`, in evaluation mode, and its checkpoint; CommandError when damaged."""
+    from .trainer import load_model
+
+    found = checkpoint.load(command, folder)
+    try:
+        model = HybridLM(**found.record["config"])
+    except (SdmError, TypeError, ValueError, AttributeError) as error:
+        raise mistake(command, str(folder), "a model's config", f"a damaged one ({error})", "use another") from error
+    load_model(command, model, found)
+    return model.eval(), found
+
+
+def account(model: HybridLM, settings: Settings) -> dict[str, Any]:
+    """Return the forward FLOPs per token, the parameters and the state of `model`, as JSON.
+
+    FLOPs are averaged over the training length. ``state_elements`` is what the global mixer, the last
+    layer named "mixer", keeps per sequence; ``cache_elements`` what attention keeps beside it.
+    """
+    context = settings.length if settings.task == "text" else 3 * max(settings.pairs)
+    flops = flops_per_token(model, context=context)
+    parameters = parameter_counts(model)
+    state = state_elements(model, context=context)
+    mixers = [block for block, kind in zip(model.blocks, settings.layers) if kind == "mixer"]
+    return {
+        "flops_per_token": flops["total"],
+        "flops": flops,
+        "parameters": parameters["total"] - parameters["memory"] - parameters["ngrams"],
+        "memory_parameters": parameters["memory"],
+        "ngram_parameters": parameters["ngrams"],
+        "state_elements": sum(block.mixer.state_elements(context) for block in mixers),
+        "state_access": state["access"],
+        "cache_elements": state["cache"],
+    }
+
+
+def use_threads(threads: int | None) -> None:
+    """Let torch and the memory ops use `threads` threads; None: what they choose themselves."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+        os.environ["SDM_LITE_NUM_THREADS"] = str(threads)

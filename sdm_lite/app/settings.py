@@ -1,0 +1,193 @@
+"""What a run is made of: one frozen record, the presets, and what may change when a run is resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from .mistakes import mistake
+
+MIXERS = ("sdm", "gdn", "conv", "swa", "full")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides what a run computes, as it stands in a checkpoint's JSON.
+
+    ``layers`` names the layers from below; "mixer" stands for the run's ``mixer``. Sizes are as in
+    :class:`sdm_lite.nn.HybridLM`; ``slots``, ``writes`` and ``reads`` are N, W and R of an SDM layer,
+    ``key_dim`` the key width per head of a GDN layer (2 sqrt(N) gives both the same key columns).
+    A run ends at ``steps`` optimiser steps or after ``seconds`` of training, whichever comes first;
+    the learning rate rises over ``warmup`` steps and falls to zero, as half a cosine, over the last
+    ``decay`` of the run.
+    """
+
+    task: str = "text"
+    mixer: str = "sdm"
+    seed: int = 0
+    # model
+    layers: tuple[str, ...] = ("swa", "swa", "mixer", "swa")
+    dim: int = 128
+    heads: int = 4
+    kv_heads: int = 4
+    window: int = 128
+    hidden: int = 256
+    slots: int = 1024
+    writes: int = 32
+    reads: int = 32
+    mixer_heads: int = 1
+    key_dim: int = 64
+    learn_memory: bool = True
+    score_scale: float = 1.0
+    ngram_buckets: int = 8192
+    tie_embeddings: bool = False
+    # text
+    data: str | None = None
+    length: int = 512
+    batch: int = 4
+    long_documents: int = 24
+    # recall
+    pairs: tuple[int, ...] = (16, 32, 64, 128, 256)
+    eval_pairs: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
+    eval_queries: int = 4096
+    keys: int = 1024
+    values: int = 128
+    tokens: int = 3072
+    max_rows: int = 32
+    # optimisation
+    steps: int | None = 1000
+    seconds: float | None = None
+    warmup: int = 30
+    decay: float = 0.5
+    learning_rate: float = 4e-3
+    muon_rate: float = 0.02
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as plain JSON values."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+
+    @classmethod
+    def from_json(cls, command: str, stored: dict[str, Any]) -> Settings:
+        """Return the record that :meth:`to_json` made; CommandError when a setting is missing."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        missing = [name for name in names if name not in stored]
+        if missing:
+            got = f"none for {', '.join(missing)}"
+            raise mistake(command, "settings", "a value for every setting", got, "start a new run")
+        return cls(**{name: tuple(v) if isinstance(v := stored[name], list) else v for name in names})
+
+
+#: presets of `train`; "small" is used when none is named
+TRAIN_PRESETS: dict[str, dict[str, Any]] = {
+    "small": {},
+    "demo": {"steps": 350},
+    "tiny": {
+        "dim": 32,
+        "heads": 2,
+        "kv_heads": 2,
+        "window": 32,
+        "hidden": 64,
+        "slots": 64,
+        "writes": 8,
+        "reads": 8,
+        "key_dim": 16,
+        "ngram_buckets": 256,
+        "length": 64,
+        "batch": 2,
+        "steps": 20,
+        "warmup": 5,
+        "long_documents": 4,
+    },
+    "medium": {"dim": 256, "hidden": 512, "slots": 4096, "key_dim": 128, "length": 1024, "steps": 4000},
+}
+
+_RECALL = {
+    "task": "recall",
+    "layers": ("conv", "mixer"),
+    "hidden": 0,
+    "learn_memory": False,
+    "ngram_buckets": 0,
+    "tie_embeddings": True,
+    "steps": 300,
+    "decay": 1.0,
+    "learning_rate": 1e-2,
+    "muon_rate": 0.0,
+    "weight_decay": 0.0,
+}
+#: presets of `recall`; "demo" is used when none is named
+RECALL_PRESETS: dict[str, dict[str, Any]] = {
+    "demo": _RECALL,
+    "tiny": {
+        **_RECALL,
+        "dim": 32,
+        "heads": 2,
+        "kv_heads": 2,
+        "slots": 64,
+        "writes": 8,
+        "reads": 8,
+        "key_dim": 16,
+        "pairs": (4, 8),
+        "eval_pairs": (4, 8, 16),
+        "eval_queries": 64,
+        "keys": 64,
+        "values": 16,
+        "tokens": 192,
+        "steps": 10,
+        "warmup": 3,
+    },
+}
+
+#: settings that say when a run ends, not what it computes until then
+ENDS = ("steps", "seconds")
+
+
+def choose(command: str, presets: dict[str, dict[str, Any]], preset: str, given: dict[str, Any]) -> Settings:
+    """Return the settings of `preset` with what the user gave on top; CommandError for an unknown preset."""
+    if preset not in presets:
+        raise mistake(command, "--preset", f"one of {', '.join(sorted(presets))}", repr(preset), "name one of these")
+    given = dict(given)
+    if given.get("seconds") is not None and "steps" not in given:
+        given["steps"] = None  # a time limit alone: the preset's number of steps does not cut it short
+    settings = Settings(**{**presets[preset], **given})
+    _check(command, settings)
+    return settings
+
+
+def _check(command: str, settings: Settings) -> None:
+    for name in ("steps", "length", "batch", "dim", "slots", "writes", "reads", "window", "heads", "tokens"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise mistake(command, f"--{name}", "at least 1", str(value), "pass a larger number")
+    if settings.seconds is not None and not settings.seconds > 0:
+        raise mistake(command, "--seconds", "more than 0", str(settings.seconds), "pass a larger number")
+    if not settings.learning_rate > 0:
+        raise mistake(command, "--learning-rate", "more than 0", str(settings.learning_rate), "pass a larger number")
+    if max(*settings.pairs, *settings.eval_pairs) > settings.keys:
+        largest = max(*settings.pairs, *settings.eval_pairs)
+        raise mistake(command, "--pairs", f"at most {settings.keys}, the number of keys", str(largest), "ask for fewer")
+
+
+def resume_settings(command: str, stored: dict[str, Any], wanted: dict[str, Any]) -> Settings:
+    """Return the settings of a checkpoint, with what the user gave checked against them.
+
+    Only `ENDS` may differ: they say when the run stops. Anything else that differs raises CommandError
+    with both values.
+    """
+    values = vars(Settings.from_json(command, stored)).copy()
+    for name, value in wanted.items():
+        if name not in ENDS and values[name] != value:
+            raise mistake(
+                command,
+                f"--resume with {name}",
+                f"{values[name]!r}, as in the checkpoint",
+                repr(value),
+                "leave it out, or start a new run in another folder",
+            )
+    if wanted.get("seconds") is not None or wanted.get("steps") is not None:
+        values.update({name: wanted.get(name) for name in ENDS})
+    settings = Settings(**values)
+    _check(command, settings)
+    return settings

@@ -1,0 +1,83 @@
+"""Matched runs of several mixers: equal FLOPs, the same data in the same order, one process each."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from . import checkpoint, models
+from .children import Child, cores, run_children
+from .files import make_folder, read_json, write_json
+from .progress import Board
+from .run import RESULT, build_task
+from .settings import Settings
+from .trainer import StopRequest
+from .worker import SETTINGS
+
+#: which mixers a folder compares
+INDEX = "compare.json"
+#: models whose FLOPs per token are this close train for the same number of steps
+_SAME = 0.02
+
+
+def match_steps(settings: dict[str, Settings], accounts: dict[str, dict[str, Any]]) -> dict[str, Settings]:
+    """Give every run the training FLOPs of the first: steps in inverse proportion to FLOPs per token.
+
+    Runs within 2 % of the first keep its steps, and runs that end by the clock keep their seconds.
+    """
+    first = next(iter(settings))
+    matched = {}
+    for name, one in settings.items():
+        ratio = accounts[first]["flops_per_token"] / accounts[name]["flops_per_token"]
+        if one.steps is not None and abs(ratio - 1.0) > _SAME:
+            one = dataclasses.replace(one, steps=max(1, round(one.steps * ratio)))
+        matched[name] = one
+    return matched
+
+
+def run_side_by_side(
+    command: str,
+    settings: dict[str, Settings],
+    out: Path,
+    console: Console,
+    *,
+    resume: bool = False,
+    save_every: int = 0,
+) -> tuple[dict[str, dict[str, Any]] | None, int]:
+    """Run every mixer of `settings` in its own folder of `out`; return the results and an exit code.
+
+    The results are None when the user stopped the runs (they have saved then).
+    """
+    children = []
+    for name, one in settings.items():
+        folder = make_folder(command, "--out", out / name)
+        write_json(folder / SETTINGS, one.to_json())
+        arguments = ["--save-every", str(save_every)]
+        if resume and checkpoint.exists(folder):
+            arguments.append("--resume")
+        children.append(Child(name, folder, arguments))
+    write_json(out / INDEX, {"mixers": list(settings), "task": next(iter(settings.values())).task})
+    many = min(cores(), len(children))
+    console.print(f"{len(children)} runs, {many} at a time, one thread each, in {out}", markup=False, highlight=False)
+    with StopRequest() as stop, Board(list(settings), console) as board:
+        finished = run_children(children, board, stop)
+    if not finished:
+        return None, stop.exit_code
+    return {name: read_json(command, out / name / RESULT) for name in settings}, 0
+
+
+def accounts_of(command: str, settings: dict[str, Settings]) -> dict[str, dict[str, Any]]:
+    """Return the FLOP, parameter and state accounting of each run, without training it."""
+    accounts = {}
+    for name, one in settings.items():
+        vocab_size = one.keys + one.values if one.task == "recall" else 256
+        accounts[name] = models.account(models.build(command, one, vocab_size), one)
+    return accounts
+
+
+def check_data(command: str, settings: dict[str, Settings]) -> None:
+    """Raise a data mistake here, before any process starts."""
+    build_task(command, next(iter(settings.values())))

@@ -1,0 +1,60 @@
+"""Compilation of the CPU kernels: one decorator, with Numba's on-disk cache where there is a place for it."""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+import warnings
+
+from numba import njit
+
+_warned = False
+
+
+def kernel(function):
+    """Compile `function` with Numba at its first call: no GIL, IEEE division, cached on disk.
+
+    Where no folder can hold the cache the kernel works all the same, and one warning says that every
+    process will compile anew.
+    """
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        dispatcher = njit(cache=True, **options)(function)
+    except RuntimeError as error:  # Numba's answer when neither __pycache__ nor the user's cache can be written
+        _warn_once(str(error))
+        return njit(**options)(function)
+    _stamp_with_all_sources(dispatcher)
+    return dispatcher
+
+
+def _warn_once(reason: str) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"sdm_lite: compiled kernels cannot be kept on disk ({reason}); every process compiles them anew. "
+            "Set NUMBA_CACHE_DIR to a writable folder.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _stamp_with_all_sources(dispatcher) -> None:
+    """Make a change of any file of this room invalidate the cached kernel, not of its own file alone."""
+    cache_file = dispatcher._cache._cache_file
+    cache_file._source_stamp = (cache_file._source_stamp, _DIGEST)
+
+
+def _digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+_DIGEST = _digest()
+
+
+def inlined(function):
+    """Compile `function` into the kernels that call it."""
+    return njit(nogil=True, error_model="numpy", forceinline=True)(function)

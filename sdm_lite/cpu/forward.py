@@ -1,0 +1,143 @@
+"""Sparse delta rule, forward (spec section 4), over lanes and tiles of columns.
+
+Per token and block of columns: predict from the decayed rows, write, read. Rows stream from memory once; a block's
+rows are still in the L1 cache when the write comes back to them.
+
+    error = v - sum_j (k_j alpha_j) M[i_j]        (rule "shared")
+    M[i]  = alpha_i M[i] + k_i (beta error)       or, rule "per_slot", alpha M[i] + beta k_i (v - alpha M[i])
+    y     = sum_r q_r M[i_r]
+
+Shapes: n = B T H tokens; table [rows, D]; readings [n, D]; the others as in Tokens and Saved.
+Ownership: a job is (lane, tile); it alone writes its columns of the lane's rows and tokens, in token order.
+Order of sums: over w and r ascending, one fma each, whatever the block, tile or thread.
+Bytes per token and lane: (2 W + R) D itemsize, and D itemsize for each of values, readings, error.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from .compile import inlined, kernel
+from .snapshot import encode
+from .vector import fma, load, mul, prefetch, round_bf16, round_fp16, splat, store, sub, zeros
+
+BLOCK, NARROW = 64, 16  # columns of a full block, and of one in what D leaves over
+AHEAD = 4  # rows between a prefetch and its use
+MOST_GROUPS = 8
+ROUND_NOT, ROUND_BF16, ROUND_FP16 = range(3)
+
+
+class Tokens(NamedTuple):
+    """The op's arrays, tokens flat; slots are places in the table when it is a compact one."""
+
+    values: np.ndarray  # [n, D]
+    write_slots: np.ndarray  # [n, W] int32
+    write_weights: np.ndarray  # [n, W]
+    log_decay: np.ndarray  # [n, 1 | W]
+    beta: np.ndarray  # [n]
+    read_slots: np.ndarray  # [n, R] int32
+    read_weights: np.ndarray  # [n, R]
+
+
+class Saved(NamedTuple):
+    """What the forward keeps for the backward; arrays that are not needed have no rows."""
+
+    error: np.ndarray  # [n, D], rule "shared"
+    log: np.ndarray  # [logged, D] in the compute dtype, or
+    codes: np.ndarray  # [logged, bytes] uint8
+    log_place: np.ndarray  # [n, W] int32: row of the log, or -1
+    storage: int
+
+
+def group_width(width: int) -> int:
+    """Return the columns of a group, the unit of tiles and of partial sums over D; it depends on D alone."""
+    blocks = -(-width // BLOCK)
+    return BLOCK * max(1, -(-blocks // MOST_GROUPS))
+
+
+@kernel
+def sparse_delta_forward(
+    lo, hi, tile_columns, first, count, stride, row_start, table, x, saved, readings, per_slot, rounding
+):
+    """Run jobs [lo, hi); job = lane * tiles + tile, a tile being `tile_columns` wide."""
+    width, writes = table.shape[1], x.write_slots.shape[1]
+    tiles = (width + tile_columns - 1) // tile_columns
+    alpha, scaled = np.empty(writes, table.dtype), np.empty(writes, table.dtype)
+    wide, narrow = zeros(table.dtype, BLOCK), zeros(table.dtype, NARROW)
+    for job in range(lo, hi):
+        lane = job // tiles
+        begin = (job % tiles) * tile_columns
+        end = min(begin + tile_columns, width)
+        row0 = row_start[lane]
+        for t in range(count[lane]):
+            token = first[lane] + t * stride
+            decays(x.log_decay, token, alpha)
+            for w in range(writes):
+                scaled[w] = alpha[w] * x.write_weights[token, w]
+            if saved.codes.shape[0]:
+                for w in range(writes):
+                    if saved.log_place[token, w] >= 0:
+                        row = table[row0 + x.write_slots[token, w]]
+                        encode(row, begin, end, saved.storage, saved.codes[saved.log_place[token, w]])
+            c = begin
+            while c + BLOCK <= end:
+                _block(c, wide, None, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
+                c += BLOCK
+            while c + NARROW <= end:
+                _block(c, narrow, None, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
+                c += NARROW
+            if c < end:
+                _block(c, narrow, end - c, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
+
+
+@inlined
+def _block(c, zero, n, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding):
+    """Write and read columns [c, c + lanes of zero) of one token; n as in vector.load."""
+    value = load(x.values, token, c, zero, n)
+    delta = value
+    if not per_slot:
+        error = sub(value, weighted_rows(table, row0, x.write_slots, token, scaled, c, zero, n))
+        if saved.error.shape[0]:
+            store(saved.error, token, c, error, n)
+        delta = mul(splat(x.beta[token], zero), error)
+    for w in range(x.write_slots.shape[1]):
+        row, weight = row0 + x.write_slots[token, w], x.write_weights[token, w]
+        old = load(table, row, c, zero, n)
+        if saved.log.shape[0] and saved.log_place[token, w] >= 0:
+            store(saved.log, np.int64(saved.log_place[token, w]), c, old, n)
+        decayed = mul(splat(alpha[w], zero), old)
+        if per_slot:
+            new = fma(splat(x.beta[token] * weight, zero), sub(value, decayed), decayed)
+        else:
+            new = fma(splat(weight, zero), delta, decayed)
+        if rounding == ROUND_BF16:
+            new = round_bf16(new)
+        elif rounding == ROUND_FP16:
+            new = round_fp16(new)
+        store(table, row, c, new, n)
+    reading = weighted_rows(table, row0, x.read_slots, token, x.read_weights[token], c, zero, n)
+    store(readings, token, c, reading, n)
+
+
+@inlined
+def weighted_rows(table, row0, slots, token, weights, c, zero, n):
+    """Return sum_w weights[w] table[row0 + slots[token, w], c : c + lanes], w ascending."""
+    total = zero
+    last = slots.shape[1] - 1
+    for w in range(slots.shape[1]):
+        prefetch(table, row0 + slots[token, min(w + AHEAD, last)], c, zero)
+        total = fma(splat(weights[w], zero), load(table, row0 + slots[token, w], c, zero, n), total)
+    return total
+
+
+@inlined
+def decays(log_decay, token, alpha):
+    """Set alpha[w] = exp(log_decay), per head or per written slot; taken in float64 and rounded once."""
+    if log_decay.shape[1] == 1:
+        alpha[:] = math.exp(np.float64(log_decay[token, 0]))
+    else:
+        for w in range(len(alpha)):
+            alpha[w] = math.exp(np.float64(log_decay[token, w]))

@@ -1,0 +1,171 @@
+"""What is decided before any row is touched: lanes, the compact table, the log.
+
+A *lane* is one (sequence, head): its tokens are the flat token numbers first, first + H, first + 2 H, ... of
+[B, T, H]. The *compact table* holds the rows that a lane's tokens write or read, in the order of first touch.
+The *log plan* (spec section 6) says which overwritten rows are logged, from slots and decays alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .compile import inlined, kernel
+from .pool import run
+
+
+class Lanes(NamedTuple):
+    """Where each lane's tokens and its table lie; index arrays are int64 [L]."""
+
+    first: np.ndarray
+    count: np.ndarray
+    stride: int
+    table: np.ndarray  # which of the state's [S * H] (or shared [H]) tables
+
+    def of_own_state(self) -> Lanes:
+        """Return the lanes over a state [S, H, N, D], also where the initial one is shared."""
+        return self._replace(table=np.arange(len(self.first)))
+
+
+def make_lanes(batch: int, tokens: int, heads: int, cu_seqlens: np.ndarray | None, shared_state: bool) -> Lanes:
+    """Return the lanes of a call, sequence by sequence and head by head."""
+    if cu_seqlens is None:
+        start = np.arange(batch, dtype=np.int64) * tokens
+        count = np.full(batch, tokens, np.int64)
+    else:
+        start, count = cu_seqlens[:-1], np.diff(cu_seqlens)
+    head = np.arange(heads, dtype=np.int64)
+    first = (start[:, None] * heads + head).ravel()
+    table = np.broadcast_to(head, (len(start), heads)).ravel() if shared_state else np.arange(len(first))
+    return Lanes(first, np.repeat(count, heads), heads, np.ascontiguousarray(table))
+
+
+class Compact(NamedTuple):
+    """Places of the slots in the compact table, and the slot of each of its rows."""
+
+    write_places: np.ndarray  # int32 [B, T, H, W], within the lane
+    read_places: np.ndarray
+    row_start: np.ndarray  # int64 [L + 1]: lane l owns rows row_start[l] : row_start[l + 1]
+    row_slots: np.ndarray  # int32 [rows]
+
+
+def compact(write_slots: np.ndarray, read_slots: np.ndarray, lanes: Lanes, num_slots: int) -> Compact:
+    """Number the slots that each lane touches in the order of first touch."""
+    writes, reads = write_slots.shape[-1], read_slots.shape[-1]
+    most = np.minimum(lanes.count * (writes + reads), num_slots)
+    begin = np.concatenate(([0], np.cumsum(most)))
+    slots_of = np.empty(begin[-1], np.int32)
+    used = np.zeros(len(most), np.int64)
+    places = np.empty_like(write_slots), np.empty_like(read_slots)
+    flat = [x.reshape(-1, x.shape[-1]) for x in (write_slots, read_slots, *places)]
+
+    def job(lo: int, hi: int) -> None:
+        _compact_lanes(lo, hi, lanes.first, lanes.count, lanes.stride, num_slots, *flat, begin, slots_of, used)
+
+    run(len(most), job)
+    row_start = np.concatenate(([0], np.cumsum(used)))
+    row_slots = np.concatenate([slots_of[b : b + n] for b, n in zip(begin, used)]) if len(used) else slots_of
+    return Compact(*places, row_start, row_slots)
+
+
+@kernel
+def _compact_lanes(
+    lo, hi, first, count, stride, num_slots, write_slots, read_slots, write_places, read_places, begin, slots_of, used
+):
+    for lane in range(lo, hi):
+        most = begin[lane + 1] - begin[lane]
+        bits = 1
+        while (1 << bits) < 2 * most:
+            bits += 1
+        direct = num_slots <= (1 << bits)
+        known = np.full(num_slots if direct else 1 << bits, -1, np.int32)  # place of a slot, or of a hashed slot
+        mine = slots_of[begin[lane] : begin[lane + 1]]
+        rows = 0
+        for t in range(count[lane]):
+            token = first[lane] + t * stride
+            for w in range(write_slots.shape[1]):
+                place = _place(known, mine, rows, write_slots[token, w], direct, bits)
+                rows = max(rows, place + 1)
+                write_places[token, w] = place
+            for r in range(read_slots.shape[1]):
+                place = _place(known, mine, rows, read_slots[token, r], direct, bits)
+                rows = max(rows, place + 1)
+                read_places[token, r] = place
+        used[lane] = rows
+
+
+@inlined
+def _place(known, mine, rows, slot, direct, bits):
+    """Return the place of `slot`, giving it the next one (`rows`) at its first touch."""
+    at = np.int64(slot)
+    if not direct:  # open addressing; the multiplier is 2^64 / golden ratio
+        at = np.int64((np.uint64(slot) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - bits))
+        while known[at] >= 0 and mine[known[at]] != slot:
+            at = (at + 1) & ((1 << bits) - 1)
+    if known[at] < 0:
+        known[at] = rows
+        mine[rows] = slot
+    return np.int64(known[at])
+
+
+LOG_ALL = -1.0
+
+
+def plan_log(places: np.ndarray, weights, log_decay, beta, lanes: Lanes, row_start, per_slot: bool, tau: float):
+    """Return (log_place int32 [B, T, H, W], rows to log): a row's number in the log, or -1 where it is inverted.
+
+    A row is logged when the decay accumulated since its last logged value would fall below -tau, or when one token
+    decays it too far to divide by. tau = LOG_ALL logs every row (snapshot), math.inf as few as possible (invert).
+    """
+    if tau == LOG_ALL:
+        return np.arange(places.size, dtype=np.int32).reshape(places.shape), places.size
+    log_place = np.empty(places.shape, np.int32)
+    rows = np.zeros(len(lanes.first), np.int64)
+    steepest = -80.0 if weights.dtype == np.float32 else -600.0
+    flat = [x.reshape(-1, x.shape[-1]) for x in (places, weights, log_decay, log_place)]
+    flat_beta = beta.reshape(-1)
+
+    def job(lo: int, hi: int) -> None:
+        lane_arrays = (lanes.first, lanes.count, lanes.stride, row_start)
+        _plan_lanes(lo, hi, *lane_arrays, *flat[:3], flat_beta, per_slot, tau, steepest, flat[3], rows)
+
+    run(len(rows), job)
+    if len(rows) > 1:
+        start = np.cumsum(rows) - rows
+        _shift_lanes(lanes.first, lanes.count, lanes.stride, flat[3], start)
+    return log_place, int(rows.sum())
+
+
+@kernel
+def _plan_lanes(
+    lo, hi, first, count, stride, row_start, places, weights, log_decay, beta, per_slot, tau, steepest, log_place, rows
+):
+    for lane in range(lo, hi):
+        since = np.zeros(row_start[lane + 1] - row_start[lane])  # log decay of each row since its last logged value
+        logged = 0
+        for t in range(count[lane]):
+            token = first[lane] + t * stride
+            for w in range(places.shape[1]):
+                decay = np.float64(log_decay[token, w if log_decay.shape[1] > 1 else 0])
+                if per_slot:
+                    decay += np.log(abs(1.0 - np.float64(beta[token]) * np.float64(weights[token, w])))
+                accumulated = min(since[places[token, w]] + decay, 0.0)
+                if not (accumulated >= -tau and decay >= steepest):
+                    log_place[token, w] = logged
+                    logged += 1
+                    accumulated = 0.0
+                else:
+                    log_place[token, w] = -1
+                since[places[token, w]] = accumulated
+        rows[lane] = logged
+
+
+@kernel
+def _shift_lanes(first, count, stride, log_place, start):
+    for lane in range(len(first)):
+        for t in range(count[lane]):
+            token = first[lane] + t * stride
+            for w in range(log_place.shape[1]):
+                if log_place[token, w] >= 0:
+                    log_place[token, w] += start[lane]

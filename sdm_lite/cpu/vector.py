@@ -1,0 +1,235 @@
+"""A SIMD vector as a Numba value: the vocabulary in which the delta kernels are written.
+
+A `Vector(dtype, lanes)` lives in registers; LLVM cuts it into the machine's own width, so the same kernel
+serves AVX2, AVX-512 and NEON. Every operation is exact and ordered: `fma` rounds once, `total` adds halves in
+a fixed tree, nothing is reassociated, so results do not depend on the machine's vector width.
+
+Memory operations address a C-contiguous 2-D array by (row, column). Their last argument is the number of
+columns that exist: None means all lanes, an integer masks the rest (a tail), chosen when compiling by its type.
+`zero` arguments only say which vector type is meant.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic, models, register_model
+
+CACHE_LINE = 64  # bytes
+
+
+class Vector(types.Type):
+    """The Numba type of `lanes` numbers of `dtype` in registers."""
+
+    def __init__(self, dtype: types.Float, lanes: int):
+        self.dtype, self.lanes = dtype, lanes
+        super().__init__(name=f"Vector({dtype}, {lanes})")
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager, vector):
+        scalar = manager.lookup(vector.dtype).get_value_type()
+        super().__init__(manager, vector, ir.VectorType(scalar, vector.lanes))
+
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+
+
+def _splat(builder, scalar, lanes):
+    one = builder.insert_element(ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined), scalar, _I32(0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
+
+
+def _address(context, builder, array_type, array, row, column, element):
+    """Return a pointer to array[row, column] as `element`; 64-bit arithmetic."""
+    struct = context.make_array(array_type)(context, builder, array)
+    stride = cgutils.unpack_tuple(builder, struct.strides, 2)[0]
+    item = ir.Constant(_I64, context.get_abi_sizeof(context.get_data_type(array_type.dtype)))
+    offset = builder.add(builder.mul(row, stride), builder.mul(column, item))
+    base = builder.bitcast(struct.data, ir.IntType(8).as_pointer())
+    return builder.bitcast(builder.gep(base, [offset]), element.as_pointer())
+
+
+def _mask(builder, count, lanes):
+    numbers = ir.Constant(ir.VectorType(_I64, lanes), list(range(lanes)))
+    return builder.icmp_signed("<", numbers, _splat(builder, count, lanes))
+
+
+def _suffix(vector):
+    return f"v{vector.lanes}f{vector.dtype.bitwidth}"
+
+
+def _function(builder, name, result, arguments):
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+@intrinsic
+def zeros(typingctx, dtype, lanes):
+    """Return a vector of `lanes` (a literal) zeros of the dtype given."""
+    if not isinstance(lanes, types.IntegerLiteral):
+        return None
+    vector = Vector(dtype.dtype, lanes.literal_value)
+
+    def codegen(context, builder, signature, arguments):
+        return ir.Constant(context.get_value_type(vector), [0.0] * vector.lanes)
+
+    return vector(dtype, lanes), codegen
+
+
+@intrinsic
+def load(typingctx, array, row, column, zero, count):
+    """Return array[row, column : column + lanes]; lanes past `count` are zero."""
+    alignment = array.dtype.bitwidth // 8
+    masked = not isinstance(count, types.NoneType)
+
+    def codegen(context, builder, signature, arguments):
+        vector = context.get_value_type(zero)
+        pointer = _address(context, builder, array, *arguments[:3], vector)
+        if not masked:
+            return builder.load(pointer, align=alignment)
+        mask = _mask(builder, arguments[4], zero.lanes)
+        name = f"llvm.masked.load.{_suffix(zero)}.p0"
+        function = _function(builder, name, vector, [pointer.type, _I32, mask.type, vector])
+        return builder.call(function, [pointer, _I32(alignment), mask, arguments[3]])
+
+    return zero(array, types.int64, types.int64, zero, types.int64 if masked else count), codegen
+
+
+@intrinsic
+def store(typingctx, array, row, column, value, count):
+    """Set array[row, column : column + lanes] = value; columns past `count` stay as they are."""
+    alignment = array.dtype.bitwidth // 8
+    masked = not isinstance(count, types.NoneType)
+
+    def codegen(context, builder, signature, arguments):
+        pointer = _address(context, builder, array, *arguments[:3], arguments[3].type)
+        if not masked:
+            builder.store(arguments[3], pointer, align=alignment)
+        else:
+            mask = _mask(builder, arguments[4], value.lanes)
+            name = f"llvm.masked.store.{_suffix(value)}.p0"
+            function = _function(builder, name, ir.VoidType(), [arguments[3].type, pointer.type, _I32, mask.type])
+            builder.call(function, [arguments[3], pointer, _I32(alignment), mask])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64, value, types.int64 if masked else count), codegen
+
+
+@intrinsic
+def prefetch(typingctx, array, row, column, zero):
+    """Ask the cache for array[row, column : column + lanes]; never faults, changes no result."""
+
+    def codegen(context, builder, signature, arguments):
+        byte = ir.IntType(8)
+        pointer = _address(context, builder, array, *arguments[:3], byte)
+        function = _function(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+        for offset in range(0, zero.lanes * array.dtype.bitwidth // 8, CACHE_LINE):
+            builder.call(function, [builder.gep(pointer, [_I64(offset)]), _I32(0), _I32(3), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64, zero), codegen
+
+
+@intrinsic
+def splat(typingctx, scalar, zero):
+    """Return a vector of copies of a scalar."""
+
+    def codegen(context, builder, signature, arguments):
+        return _splat(builder, arguments[0], zero.lanes)
+
+    return zero(zero.dtype, zero), codegen
+
+
+@intrinsic
+def fma(typingctx, a, b, c):
+    """Return a * b + c, rounded once."""
+
+    def codegen(context, builder, signature, arguments):
+        kind = arguments[0].type
+        return builder.call(_function(builder, f"llvm.fma.{_suffix(a)}", kind, [kind] * 3), arguments)
+
+    return a(a, a, a), codegen
+
+
+def _binary(name, doc):
+    def typed(typingctx, a, b):
+        def codegen(context, builder, signature, arguments):
+            return getattr(builder, name)(*arguments)
+
+        return a(a, a), codegen
+
+    typed.__name__, typed.__doc__ = name, doc
+    return intrinsic(typed)
+
+
+add = _binary("fadd", "Return a + b.")
+sub = _binary("fsub", "Return a - b.")
+mul = _binary("fmul", "Return a * b.")
+
+
+@intrinsic
+def total(typingctx, a):
+    """Return the sum of the lanes, adding the upper half to the lower until one is left."""
+
+    def codegen(context, builder, signature, arguments):
+        value, lanes = arguments[0], a.lanes
+        while lanes > 1:
+            lanes //= 2
+            halves = [ir.Constant(ir.VectorType(_I32, lanes), list(range(at, at + lanes))) for at in (0, lanes)]
+            lower, upper = (builder.shuffle_vector(value, value, half) for half in halves)
+            value = builder.fadd(lower, upper)
+        return builder.extract_element(value, _I32(0))
+
+    return a.dtype(a), codegen
+
+
+@intrinsic
+def round_bf16(typingctx, a):
+    """Return a vector (float32; others as they are) rounded to the nearest bf16 number, ties to even; NaN stays NaN."""
+
+    def codegen(context, builder, signature, arguments):
+        return _round_bits(builder, arguments[0], a.lanes, 16) if a.dtype == types.float32 else arguments[0]
+
+    return a(a), codegen
+
+
+@intrinsic
+def round_fp16(typingctx, a):
+    """Return a vector (float32; others as they are) rounded to the nearest fp16; past its range: infinity."""
+
+    def codegen(context, builder, signature, arguments):
+        x, lanes = arguments[0], a.lanes
+        if a.dtype != types.float32:
+            return x
+        integers = ir.VectorType(_I32, lanes)
+        bits = builder.bitcast(x, integers)
+        sign = builder.and_(bits, ir.Constant(integers, [0x80000000] * lanes))
+        size = builder.bitcast(builder.xor(bits, sign), x.type)
+
+        def floats(value):
+            return ir.Constant(x.type, [value] * lanes)
+
+        normal = _round_bits(builder, size, lanes, 13)
+        # float32 numbers in [0.5, 1) are 2^-24 apart, which is the spacing of the fp16 subnormals
+        small = builder.fsub(builder.fadd(size, floats(0.5)), floats(0.5))
+        rounded = builder.select(builder.fcmp_ordered("<", size, floats(2.0**-14)), small, normal)
+        finite = builder.fcmp_unordered("<", size, floats(65520.0))  # true for NaN, which _round_bits has kept
+        rounded = builder.select(finite, rounded, floats(float("inf")))
+        return builder.bitcast(builder.or_(builder.bitcast(rounded, integers), sign), x.type)
+
+    return a(a), codegen
+
+
+def _round_bits(builder, x, lanes, dropped):
+    """Round float32 lanes to nearest even after dropping the last `dropped` bits; NaN is kept."""
+    integers = ir.VectorType(_I32, lanes)
+
+    def ints(value):
+        return ir.Constant(integers, [value] * lanes)
+
+    bits = builder.bitcast(x, integers)
+    odd = builder.and_(builder.lshr(bits, ints(dropped)), ints(1))
+    bits = builder.add(bits, builder.add(odd, ints((1 << (dropped - 1)) - 1)))
+    rounded = builder.bitcast(builder.and_(bits, ints(0xFFFFFFFF ^ ((1 << dropped) - 1))), x.type)
+    return builder.select(builder.fcmp_unordered("uno", x, x), x, rounded)

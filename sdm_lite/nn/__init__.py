@@ -1,0 +1,32 @@
+"""Torch layers: the sparse delta memory, its baselines, and a small language model made of them."""
+
+from .accounting import flops_per_token, parameter_counts, state_elements
+from .attention import FullAttention, SlidingWindowAttention
+from .gated_delta_net import GatedDeltaNet, gated_delta_rule
+from .generate import generate, stream_tokens
+from .groups import hidden_matrices, parameter_groups
+from .hybrid_lm import SMALL_MODEL_OPTIONS, HybridLM, HybridState
+from .short_conv import GatedShortConv, ShortConv
+from .sparse_delta_memory import SparseDeltaMemory
+from .state import MixerState
+
+__all__ = [
+    "SMALL_MODEL_OPTIONS",
+    "FullAttention",
+    "GatedDeltaNet",
+    "GatedShortConv",
+    "HybridLM",
+    "HybridState",
+    "MixerState",
+    "ShortConv",
+    "SlidingWindowAttention",
+    "SparseDeltaMemory",
+    "flops_per_token",
+    "gated_delta_rule",
+    "generate",
+    "hidden_matrices",
+    "parameter_counts",
+    "parameter_groups",
+    "state_elements",
+    "stream_tokens",
+]

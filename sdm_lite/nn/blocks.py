@@ -1,0 +1,82 @@
+"""The parts of a language model around its mixers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .state import MixerState
+
+
+class GatedMLP(nn.Module):
+    """SiLU-gated MLP: down(silu(gate x) * up x)."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, hidden, bias=False)
+        self.up_proj = nn.Linear(dim, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., dim] of x [..., dim]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)) if `mlp_hidden` is not 0."""
+
+    def __init__(self, dim: int, kind: str, mixer: nn.Module, mlp_hidden: int) -> None:
+        super().__init__()
+        self.kind = kind
+        self.mixer_norm = nn.RMSNorm(dim, eps=1e-6)
+        self.mixer = mixer
+        self.mlp_norm = nn.RMSNorm(dim, eps=1e-6) if mlp_hidden else None
+        self.mlp = GatedMLP(dim, mlp_hidden) if mlp_hidden else None
+
+    @torch.no_grad()
+    def scale_outputs(self, factor: float) -> None:
+        """Multiply the weights that write to the residual stream, so that its variance does not grow with depth."""
+        for module in self.modules():
+            for name in ("Wo", "o_proj", "down_proj"):
+                if hasattr(module, name):
+                    getattr(module, name).weight.mul_(factor)
+
+    def forward(
+        self, x: Tensor, state: MixerState | None, ids: object, return_state: bool, inplace: bool
+    ) -> tuple[Tensor, MixerState | None]:
+        """Return (x [B, T, dim], the mixer's state); `ids` goes to sparse memories only."""
+        extra = {"ids": ids} if self.kind == "sdm" else {}
+        y, state = self.mixer(self.mixer_norm(x), state, return_state=return_state, inplace=inplace, **extra)
+        x = x + y
+        return (x if self.mlp is None else x + self.mlp(self.mlp_norm(x))), state
+
+
+class NgramEmbedding(nn.Module):
+    """The sum of hashed embeddings of the last 2, 3 and 4 tokens, `buckets` rows for each length.
+
+    Rows are shared by n-grams with equal hashes. Cheap in time (three look-ups), large in parameters.
+    """
+
+    lengths = (2, 3, 4)
+
+    def __init__(self, buckets: int, dim: int) -> None:
+        super().__init__()
+        self.buckets = buckets
+        self.table = nn.Embedding(len(self.lengths) * buckets, dim)
+
+    def forward(self, ids: Tensor, recent: Tensor) -> Tensor:
+        """Return [B, T, dim] of ids [B, T] that follow `recent` [B, 3] (-1 where no token was)."""
+        T, before = ids.shape[1], recent.shape[1]
+        ids = torch.cat([recent, ids], dim=1) + 1
+        total: Tensor | None = None
+        hashed = torch.zeros_like(ids[:, before:])
+        for back in range(max(self.lengths)):
+            # a polynomial in an odd constant, modulo 2^64
+            hashed = hashed * 0x5851F42D4C957F2D + ids[:, before - back : before - back + T]
+            if back + 1 in self.lengths:
+                offset = self.lengths.index(back + 1) * self.buckets
+                # the high bits depend on all of the tokens, the low ones on the last few bits of each
+                rows = self.table(((hashed >> 24) % self.buckets) + offset)
+                total = rows if total is None else total + rows
+        return total

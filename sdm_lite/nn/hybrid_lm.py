@@ -1,0 +1,278 @@
+"""A small language model: sliding-window attention with a global mixer in every few layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import DtypeError, ShapeError, ValueRangeError, message
+from .attention import FullAttention, SlidingWindowAttention
+from .blocks import Block, NgramEmbedding
+from .gated_delta_net import GatedDeltaNet
+from .gates import choose
+from .generate import generate
+from .short_conv import GatedShortConv
+from .sparse_delta_memory import SparseDeltaMemory
+from .state import MixerState
+
+KINDS = ("sdm", "gdn", "conv", "swa", "full")
+MIXERS = {
+    "sdm": SparseDeltaMemory,
+    "gdn": GatedDeltaNet,
+    "conv": GatedShortConv,
+    "swa": SlidingWindowAttention,
+    "full": FullAttention,
+}
+HASH_IDS = ("position", "token", "previous")
+
+_SHARED = {"conv": 4, "conv_init": "mix", "key_init": "shared", "decay_init": "slow", "output_gate": "silu"}
+#: what small models need to learn at all, for `options`; docs/layers.md has the measurements
+SMALL_MODEL_OPTIONS = {
+    "sdm": {**_SHARED, "score_norm": "rms", "score_scale": 1.0},
+    "gdn": dict(_SHARED),
+}
+
+
+@dataclass
+class HybridState:
+    """State of a HybridLM after the tokens it has seen; a new one stands before the first token.
+
+    Attributes
+    ----------
+    layers : list of MixerState
+        One per layer; empty before the first token.
+    recent : Tensor int64 [B, 3] or None
+        The last three tokens, for n-grams; -1 where no token was.
+    """
+
+    layers: list[MixerState] = field(default_factory=list)
+    recent: Tensor | None = None
+
+    @property
+    def position(self) -> int:
+        """Tokens seen."""
+        return self.layers[0].position if self.layers else 0
+
+
+class HybridLM(nn.Module):
+    """A causal language model whose layers are sliding-window attention and a global mixer, 3:1 by default::
+
+        x = embedding(ids) [+ hashed n-grams];   per layer  x += mixer(norm(x)),  x += mlp(norm(x));   head(norm(x))
+
+    Parameters
+    ----------
+    vocab_size, dim, num_layers : int
+    mixer : {"sdm", "gdn", "conv", "swa", "full"}
+        The global mixer.
+    mixer_every : int
+        Every so-manieth layer is the mixer, the others are "swa".
+    layers : sequence of kinds or None
+        Every layer by name, instead of the pattern: ("conv", "sdm").
+    num_heads, num_kv_heads, window : int
+        Of the attention layers.
+    slots_per_head, num_writes, num_reads : int
+        Of the sparse memories.
+    mixer_heads : int
+        Heads of "sdm" and "gdn" layers.
+    options : mapping of kind to mapping
+        Further arguments of the layers of a kind: {"sdm": {"conv": 4}}. `SMALL_MODEL_OPTIONS` is a good start.
+    mlp_hidden : int or None
+        0: no MLP; None: 2 * dim.
+    tie_embeddings, zero_head : bool
+        Tie the head to the embedding; or start an untied head at zero.
+    embedding_std : float
+    ngram_buckets : int
+        Rows for each of the hashed 2-, 3- and 4-gram embeddings; 0: none.
+    hash_ids : {"position", "token", "previous"}
+        What "hash" addressing hashes; "previous": the previous token for writes and the token for reads.
+    memory : sequence
+        Must be empty in this release.
+
+    Raises
+    ------
+    ValueRangeError
+        On sizes that do not fit each other or an unknown choice.
+
+    Examples
+    --------
+    >>> model = HybridLM(256, 16, 4, num_heads=2, slots_per_head=16, num_writes=4, num_reads=4)
+    >>> [block.kind for block in model.blocks], HybridLM(**model.config).config == model.config
+    (['swa', 'swa', 'swa', 'sdm'], True)
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        num_layers: int,
+        *,
+        mixer: str = "sdm",
+        mixer_every: int = 4,
+        layers: Sequence[str] | None = None,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        window: int = 128,
+        slots_per_head: int = 1024,
+        num_writes: int = 64,
+        num_reads: int = 64,
+        mixer_heads: int = 1,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        mlp_hidden: int | None = None,
+        tie_embeddings: bool = True,
+        zero_head: bool = False,
+        embedding_std: float = 0.02,
+        ngram_buckets: int = 0,
+        hash_ids: str = "position",
+        memory: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        given = dict(locals())
+        self.config: dict[str, Any] = {name: given[name] for name in given if name not in ("self", "__class__")}
+        self.config["layers"] = kinds = layer_kinds(num_layers, mixer, mixer_every, layers)
+        self.config["options"] = {kind: dict(extra) for kind, extra in (options or {}).items()}
+        self.config["memory"] = list(memory)
+        self._check()
+        self.hash_ids = hash_ids
+        hidden = 2 * dim if mlp_hidden is None else mlp_hidden
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.ngrams = NgramEmbedding(ngram_buckets, dim) if ngram_buckets else None
+        self.blocks = nn.ModuleList(Block(dim, kind, self._mixer(kind), hidden) for kind in kinds)
+        self.norm = nn.RMSNorm(dim, eps=1e-6)
+        self.head = None if tie_embeddings else nn.Linear(dim, vocab_size, bias=False)
+        nn.init.normal_(self.embedding.weight, std=embedding_std)
+        if self.ngrams is not None:
+            nn.init.normal_(self.ngrams.table.weight, std=embedding_std)
+        if zero_head:
+            nn.init.zeros_(self.head.weight)
+        for block in self.blocks:
+            block.scale_outputs((2 * num_layers) ** -0.5)
+
+    def _check(self) -> None:
+        config, op = self.config, "HybridLM"
+        choose(op, "hash_ids", config["hash_ids"], HASH_IDS)
+        for kind in config["options"]:
+            choose(op, "options", kind, KINDS)
+        if config["memory"]:
+            got, fix = str(config["memory"]), "leave memory empty"
+            raise ValueRangeError(message(op, "memory", "no memory layers in this release", got, fix))
+        if config["zero_head"] and config["tie_embeddings"]:
+            got = "zero_head=True with tie_embeddings=True"
+            raise ValueRangeError(message(op, "zero_head", "an untied head", got, "set tie_embeddings=False"))
+        for name in ("vocab_size", "dim", "num_layers"):
+            if config[name] < 1:
+                raise ValueRangeError(message(op, name, "at least 1", str(config[name]), f"raise {name}"))
+
+    def _mixer(self, kind: str) -> nn.Module:
+        """Return a new layer of a kind."""
+        config = self.config
+        attention = {"num_heads": config["num_heads"], "num_kv_heads": config["num_kv_heads"]}
+        sizes: dict[str, dict[str, Any]] = {
+            "sdm": {
+                "num_heads": config["mixer_heads"],
+                **{name: config[name] for name in ("slots_per_head", "num_writes", "num_reads")},
+            },
+            "gdn": {"num_heads": config["mixer_heads"], "head_v_dim": config["dim"] // config["mixer_heads"]},
+            "conv": {},
+            "swa": {**attention, "window": config["window"]},
+            "full": attention,
+        }
+        return MIXERS[kind](config["dim"], **{**sizes[kind], **config["options"].get(kind, {})})
+
+    def forward(
+        self,
+        ids: Tensor,
+        state: HybridState | None = None,
+        *,
+        return_state: bool | None = None,
+        inplace: bool = False,
+    ) -> Any:
+        """Return logits [B, T, vocab_size], or (logits, state) if a state was passed or asked for.
+
+        Parameters
+        ----------
+        ids : Tensor int [B, T]
+        state : HybridState or None
+            What the previous call returned, or ``HybridState()``: the tokens then follow those seen before.
+        return_state : bool or None
+            None: if a state was passed.
+        inplace : bool
+            Update the passed state's memories in place instead of copying them; no gradients.
+
+        Raises
+        ------
+        DtypeError, ShapeError
+        """
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise DtypeError(message("HybridLM", "ids", "integers", str(ids.dtype), "pass token ids"))
+        if ids.ndim != 2:
+            raise ShapeError(message("HybridLM", "ids", "[B, T]", str(list(ids.shape)), "add the batch axis"))
+        hand_back = state is not None if return_state is None else return_state
+        state = state or HybridState()
+        recent = ids.new_full((ids.shape[0], 3), -1).long() if state.recent is None else state.recent
+        x = self.embedding(ids)
+        if self.ngrams is not None:
+            x = x + self.ngrams(ids, recent)
+        hash_ids = self._hash_ids(ids, recent)
+        after = []
+        for index, block in enumerate(self.blocks):
+            before = state.layers[index] if state.layers else None
+            x, one = block(x, before, hash_ids, hand_back, inplace)
+            after.append(one)
+        x = self.norm(x)
+        logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        if not hand_back:
+            return logits
+        return logits, HybridState(after, torch.cat([recent, ids], dim=1)[:, -3:])
+
+    def _hash_ids(self, ids: Tensor, recent: Tensor) -> Any:
+        if self.hash_ids == "position":
+            return None
+        previous = torch.cat([recent[:, -1:].to(ids.dtype), ids], dim=1)[:, :-1]
+        return ids if self.hash_ids == "token" else (previous, ids)
+
+    def generate(
+        self,
+        ids: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        seed: int | None = None,
+        num_beams: int = 1,
+        speculative: bool = False,
+        cache: HybridState | None = None,
+    ) -> Tensor:
+        """Continue `ids` token by token, each step from the layers' states: see :func:`sdm_lite.nn.generate`."""
+        return generate(
+            self,
+            ids,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            num_beams=num_beams,
+            speculative=speculative,
+            cache=cache,
+        )
+
+
+def layer_kinds(num_layers: int, mixer: str, mixer_every: int, layers: Sequence[str] | None) -> list[str]:
+    """Return the kind of each layer, or raise ValueRangeError."""
+    op = "HybridLM"
+    choose(op, "mixer", mixer, KINDS)
+    if layers is None:
+        if not 1 <= mixer_every <= num_layers:
+            expected, fix = f"1 to num_layers = {num_layers}", "lower mixer_every, or name the layers"
+            raise ValueRangeError(message(op, "mixer_every", expected, str(mixer_every), fix))
+        return [mixer if index % mixer_every == 0 else "swa" for index in range(1, num_layers + 1)]
+    for kind in layers:
+        choose(op, "layers", kind, KINDS)
+    if len(layers) != num_layers:
+        expected = f"num_layers = {num_layers} names"
+        raise ValueRangeError(message(op, "layers", expected, str(list(layers)), "change either"))
+    return list(layers)

@@ -1,0 +1,349 @@
+"""The sparse delta memory as a torch layer (spec sections 2 to 4)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import ShapeError, ValueRangeError, message
+from ..ops import hash_slots, product_key_topk, sparse_delta_rule, sparse_delta_rule_
+from .gates import (
+    DECAY_INITS,
+    KEY_INITS,
+    OUTPUT_GATES,
+    check_divides,
+    choose,
+    gate_readings,
+    init_decay,
+    log_decay_and_beta,
+    plain_precision,
+    widen,
+)
+from .short_conv import ShortConv, check_conv, convolve
+from .state import MixerState, wants_state
+
+_NAME = "SparseDeltaMemory"
+
+
+def slot_factors(slots_per_head: int, factors: Any) -> tuple[int, ...]:
+    """Return the widths of the product-key factors, by default two of sqrt(N), or raise ValueRangeError."""
+    if factors is None:
+        n = math.isqrt(max(slots_per_head, 0))
+        if n < 1 or n * n != slots_per_head:
+            raise ValueRangeError(
+                message(
+                    _NAME,
+                    "slots_per_head",
+                    "a square number when no factors are given",
+                    str(slots_per_head),
+                    f"pass {max(n, 1) ** 2} or {(n + 1) ** 2}, or factors whose product is {slots_per_head}",
+                )
+            )
+        return n, n
+    factors = tuple(int(n) for n in factors)
+    if not factors or min(factors) < 1 or math.prod(factors) != slots_per_head:
+        raise ValueRangeError(
+            message(_NAME, "factors", f"widths whose product is {slots_per_head}", str(factors), "change either")
+        )
+    return factors
+
+
+class SparseDeltaMemory(nn.Module):
+    """A mixer with a large table per head, of which each token writes W slots and reads R::
+
+        k, I_w = softmax over the W best slots of Wk_write x          q, I_r = likewise, from Wq_read x
+        M_t    = sparse delta rule (M_{t-1}, I_w, k, Wv_write x, log_decay(x), beta(x))
+        y_t    = Wo ( gate(Wog x) * norm( sum_r q_r M_t[r] ) )
+
+    By default the parameters have the names and shapes of the published checkpoints. Small models hardly learn
+    with these defaults: see docs/layers.md for what each option was measured to do.
+
+    Parameters
+    ----------
+    dim : int
+        Width d of the model; D = dim / num_heads.
+    num_heads, slots_per_head, num_writes, num_reads : int
+        H, N, W, R.
+    factors : tuple of int or None
+        Widths of the product-key factors; None: two of sqrt(N).
+    addressing : {"product_key", "hash"}
+        "hash": slots from a hash of the position (or of `ids`), weights 1/W: the control without content.
+    rule : {"shared", "per_slot"}
+    readings_norm : {"rms", "layer", None}
+        Per head, with one gain [D] for all heads.
+    output_gate : False, True or "silu"
+        True: sigmoid(Wog x).
+    key_weighted_decay : bool
+        The log decay of a written slot is multiplied by its weight.
+    learn_memory : bool
+        The initial memory is the parameter `memory` [H, N, D]; otherwise it is zero.
+    memory_init_std : float
+        Standard deviation of the learned memory at the start.
+    write : bool
+        False: the memory is only read (an attribute, may be changed later). The write parameters stay in the
+        state dict, unused.
+    conv : int or None
+        Taps of the causal convolutions on write scores, read scores and values (SiLU on the values then).
+    conv_init : {"mix", "current"}
+    key_init : {"independent", "shared"}
+        "shared": read and write scores have equal weights at the start, untied after.
+    score_norm : {None, "rms"}
+        RMS norm, without gain, over each factor's columns.
+    score_scale : float or None
+        Start of a learned factor on the selected scores, one per side and head.
+    decay_init : {"fla", "slow", "stratified"}
+        See :func:`sdm_lite.nn.gates.init_decay`.
+    restore, snapshot_dtype
+        As in :func:`sdm_lite.sparse_delta_rule`.
+
+    Raises
+    ------
+    ValueRangeError
+        On sizes that do not fit each other or an unknown choice.
+
+    Examples
+    --------
+    >>> layer = SparseDeltaMemory(8, slots_per_head=16, num_writes=4, num_reads=4)
+    >>> sorted({name.split(".")[0] for name, _ in layer.named_parameters()})
+    ['A_log', 'Wk_write', 'Wo', 'Wq_read', 'Wv_write', 'a_proj', 'b_proj', 'dt_bias', 'memory', 'readings_norm']
+    """
+
+    no_weight_decay = ("A_log", "dt_bias", "memory")
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_heads: int = 1,
+        slots_per_head: int,
+        num_writes: int = 64,
+        num_reads: int = 64,
+        factors: tuple[int, ...] | None = None,
+        addressing: str = "product_key",
+        rule: str = "shared",
+        readings_norm: str | None = "rms",
+        output_gate: bool | str = False,
+        key_weighted_decay: bool = False,
+        learn_memory: bool = True,
+        memory_init_std: float = 0.0,
+        write: bool = True,
+        conv: int | None = None,
+        conv_init: str = "mix",
+        key_init: str = "independent",
+        score_norm: str | None = None,
+        score_scale: float | None = None,
+        decay_init: str = "fla",
+        restore: str = "hybrid",
+        snapshot_dtype: str | None = None,
+    ) -> None:
+        super().__init__()
+        check_divides(_NAME, "num_heads", num_heads, dim, "dim")
+        for name, count in (("num_writes", num_writes), ("num_reads", num_reads)):
+            if not 1 <= count <= slots_per_head:
+                fix = f"lower {name} or raise slots_per_head"
+                raise ValueRangeError(message(_NAME, name, f"1 to {slots_per_head} slots", str(count), fix))
+        for name, value, allowed in (
+            ("addressing", addressing, ("product_key", "hash")),
+            ("rule", rule, ("shared", "per_slot")),
+            ("readings_norm", readings_norm, ("rms", "layer", None)),
+            ("output_gate", output_gate, OUTPUT_GATES),
+            ("key_init", key_init, KEY_INITS),
+            ("score_norm", score_norm, (None, "rms")),
+            ("decay_init", decay_init, DECAY_INITS),
+            ("restore", restore, ("hybrid", "snapshot", "invert")),
+            ("snapshot_dtype", snapshot_dtype, (None, "bf16", "fp8", "int4")),
+        ):
+            choose(_NAME, name, value, allowed)
+        check_conv(_NAME, conv, conv_init)
+        if memory_init_std and not learn_memory:
+            got = f"{memory_init_std} with learn_memory=False"
+            raise ValueRangeError(message(_NAME, "memory_init_std", "0", got, "set learn_memory=True"))
+        self.dim, self.num_heads, self.slots_per_head = dim, num_heads, slots_per_head
+        self.num_writes, self.num_reads = num_writes, num_reads
+        self.factors = slot_factors(slots_per_head, factors)
+        self.addressing, self.rule, self.write = addressing, rule, write
+        self.output_gate, self.key_weighted_decay, self.score_norm = output_gate, key_weighted_decay, score_norm
+        self.restore, self.snapshot_dtype = restore, snapshot_dtype
+        self._make_parameters(readings_norm, learn_memory, conv, conv_init, score_scale)
+        self._init_parameters(memory_init_std, key_init, decay_init)
+
+    def _make_parameters(
+        self, readings_norm: str | None, learn_memory: bool, conv: int | None, conv_init: str, scale: float | None
+    ) -> None:
+        dim, H, D = self.dim, self.num_heads, self.dim // self.num_heads
+        columns = H * sum(self.factors)
+        self.Wq_read = nn.Linear(dim, columns)
+        self.Wk_write = nn.Linear(dim, columns)
+        self.Wv_write = nn.Linear(dim, dim)
+        self.a_proj = nn.Linear(dim, H)
+        self.b_proj = nn.Linear(dim, H)
+        self.A_log = nn.Parameter(torch.empty(H))
+        self.dt_bias = nn.Parameter(torch.empty(H))
+        self.Wo = nn.Linear(dim, dim)
+        if self.output_gate:
+            self.Wog = nn.Linear(dim, dim)
+        if learn_memory:
+            self.memory = nn.Parameter(torch.zeros(H, self.slots_per_head, D))
+        else:  # made once, since zeroing a large table at each call costs more than the call
+            self.register_buffer("zero_memory", torch.zeros(H, self.slots_per_head, D), persistent=False)
+        if readings_norm == "rms":
+            self.readings_norm: nn.Module = nn.RMSNorm(D, eps=1e-6)
+        elif readings_norm == "layer":
+            self.readings_norm = nn.LayerNorm(D, eps=1e-6, bias=False)
+        else:
+            self.readings_norm = nn.Identity()
+        self.convs = nn.ModuleDict()
+        if conv is not None:
+            for name, channels in (("write", columns), ("read", columns), ("value", dim)):
+                self.convs[name] = ShortConv(channels, conv, conv_init)
+        for name in ("write_scale", "read_scale"):
+            setattr(self, name, None if scale is None else nn.Parameter(torch.full((H,), float(scale))))
+
+    @torch.no_grad()
+    def _init_parameters(self, memory_init_std: float, key_init: str, decay_init: str) -> None:
+        for module in self.children():
+            if isinstance(module, nn.Linear):
+                module.bias.zero_()
+        if key_init == "shared":
+            self.Wq_read.weight.copy_(self.Wk_write.weight)
+        if memory_init_std:
+            self.memory.normal_(std=memory_init_std)
+        init_decay(self.a_proj, self.A_log, self.dt_bias, decay_init)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: MixerState | None = None,
+        ids: Tensor | tuple[Tensor, Tensor] | None = None,
+        *,
+        return_state: bool | None = None,
+        inplace: bool = False,
+    ) -> tuple[Tensor, MixerState | None]:
+        """Return (y [B, T, dim], state).
+
+        Parameters
+        ----------
+        x : Tensor [B, T, dim]
+        state : MixerState or None
+            What the previous call on this sequence returned; None starts from the initial memory.
+        ids : Tensor int [B, T], a pair of these, or None
+            What "hash" addressing hashes, for writes and reads; None: the positions.
+        return_state : bool or None
+            Whether to hand the state back, which costs a copy of the table [B, H, N, D]. None: if a state was
+            passed or the module is in eval mode; so a training step makes no copy.
+        inplace : bool
+            Update the passed state's memory in place instead of copying it; no gradients. For decoding.
+        """
+        if x.ndim != 3 or x.shape[-1] != self.dim:
+            raise ShapeError(message(_NAME, "x", f"[B, T, {self.dim}]", str(list(x.shape)), "pass a batch of vectors"))
+        hand_back, state, taps = wants_state(self, state, return_state), state or MixerState(), {}
+        write_ids, read_ids = self._ids(x, ids, state.position)
+        read = self._address("read", self.Wq_read, x, self.num_reads, read_ids, state, taps)
+        if self.write:
+            write = self._address("write", self.Wk_write, x, self.num_writes, write_ids, state, taps)
+            values = convolve(self.convs, "value", self.Wv_write(x), state, taps)
+            values = F.silu(values) if self.convs else values
+            readings, memory = self._update(x, values, write, read, state, hand_back, inplace)
+        else:
+            readings, memory = self._read_only(*read, state)
+        # the norm's gain is float32: without this, autocast gives it readings of another dtype
+        readings = self.readings_norm(readings.to(x.dtype)).flatten(2)
+        if self.output_gate:
+            readings = gate_readings(readings, self.Wog(x), self.output_gate)
+        return self.Wo(readings), state.advanced(x.shape[1], memory, taps) if hand_back else None
+
+    def initial_memory(self) -> Tensor:
+        """Return the memory [H, N, D] that a sequence starts from."""
+        return self.memory if "memory" in self._parameters else self.zero_memory
+
+    def _ids(self, x: Tensor, ids: Any, position: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return what to hash for writes and for reads."""
+        if self.addressing != "hash":
+            return None, None
+        if ids is None:
+            ids = torch.arange(position, position + x.shape[1], device=x.device).expand(x.shape[:2])
+        write_ids, read_ids = ids if isinstance(ids, tuple) else (ids, ids)
+        for one in (write_ids, read_ids):
+            if one.shape != x.shape[:2]:
+                expected = f"[B, T] = {list(x.shape[:2])}"
+                raise ShapeError(message(_NAME, "ids", expected, str(list(one.shape)), "pass an id per token"))
+        return write_ids, read_ids
+
+    def _address(
+        self, side: str, project: nn.Linear, x: Tensor, k: int, ids: Tensor | None, state: MixerState, taps: dict
+    ) -> tuple[Tensor, Tensor]:
+        """Return the slots, int32, and the weights [B, T, H, k] of one side, "read" or "write"."""
+        if ids is not None:
+            draws = [hash_slots(ids, self.slots_per_head, k, seed=head) for head in range(self.num_heads)]
+            slots = torch.stack(draws, dim=2)
+            return slots, widen(x).new_full(slots.shape, 1 / k)
+        scores = convolve(self.convs, side, project(x), state, taps)
+        scale = self.read_scale if side == "read" else self.write_scale
+        with plain_precision(x):
+            scores = widen(scores).unflatten(-1, (self.num_heads, sum(self.factors)))
+            if self.score_norm == "rms":
+                parts = [F.rms_norm(part, part.shape[-1:], eps=1e-6) for part in scores.split(self.factors, -1)]
+                scores = torch.cat(parts, dim=-1)
+            selected, slots = product_key_topk(scores, k, factors=self.factors)
+            return slots, (selected if scale is None else selected * widen(scale)[:, None]).softmax(-1)
+
+    def _update(
+        self,
+        x: Tensor,
+        values: Tensor,
+        write: tuple[Tensor, Tensor],
+        read: tuple[Tensor, Tensor],
+        state: MixerState,
+        hand_back: bool,
+        inplace: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        log_decay, beta = log_decay_and_beta(x, self.a_proj, self.b_proj, self.A_log, self.dt_bias)
+        if self.key_weighted_decay:
+            log_decay = log_decay[..., None] * write[1]
+        call = (values.unflatten(-1, (self.num_heads, -1)), *write, log_decay, beta, *read)
+        # the slots are distinct and in range by construction: no need to check them
+        if inplace and state.memory is not None:
+            return sparse_delta_rule_(*call, state.memory, rule=self.rule, check=False), state.memory
+        return sparse_delta_rule(
+            *call,
+            self.initial_memory() if state.memory is None else state.memory,
+            rule=self.rule,
+            restore=self.restore,
+            snapshot_dtype=self.snapshot_dtype,
+            output_final_state=hand_back,
+            check=False,
+        )
+
+    def _read_only(self, slots: Tensor, weights: Tensor, state: MixerState) -> tuple[Tensor, Tensor]:
+        """Return the weighted rows of a memory that no token changes, and that memory."""
+        (B, T, H, R), N = slots.shape, self.slots_per_head
+        memory = self.initial_memory() if state.memory is None else state.memory
+        lanes = torch.arange(B * H if memory.ndim == 4 else H, device=slots.device)
+        rows = slots.long() + lanes.view(-1, 1, H, 1) * N
+        with plain_precision(memory):
+            table = widen(memory).reshape(lanes.numel() * N, -1)
+            flat = F.embedding_bag(
+                rows.reshape(-1, R), table, per_sample_weights=weights.to(table.dtype).reshape(-1, R), mode="sum"
+            )
+        return flat.view(B, T, H, table.shape[-1]), memory if memory.ndim == 4 else memory.expand(B, -1, -1, -1)
+
+    def flops_per_token(self, context: int = 0) -> dict[str, int]:
+        """Return multiply-adds times two per token: {"projections", "state"}; selecting slots is not counted."""
+        used = [self.Wq_read, self.Wo, *([self.Wog] if self.output_gate else [])]
+        if self.write:
+            used += [self.Wk_write, self.Wv_write, self.a_proj, self.b_proj]
+        weights = sum(p.weight.numel() for p in used) + sum(c.weight.numel() for c in self.convs.values())
+        rows = self.num_reads + (2 * self.num_writes if self.write else 0)
+        return {"projections": 2 * weights, "state": 2 * rows * self.dim}
+
+    def state_access(self) -> int:
+        """Return the state elements that a token addresses, (W + R) D per head (spec section 8)."""
+        return ((self.num_writes if self.write else 0) + self.num_reads) * self.dim
+
+    def state_elements(self, context: int = 0) -> int:
+        """Return the elements of one sequence's memory, H N D."""
+        return self.slots_per_head * self.dim

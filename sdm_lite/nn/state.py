@@ -1,0 +1,49 @@
+"""What a layer hands to its next call, so that a sequence may come in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+
+@dataclass
+class MixerState:
+    """State of one layer after the tokens it has seen.
+
+    Attributes
+    ----------
+    position : int
+        Tokens seen.
+    memory : Tensor or None
+        SparseDeltaMemory: [B, H, N, D]. GatedDeltaNet: [B, H, d_k, d_v] float32. None: the initial memory.
+    taps : dict of str to Tensor [B, width - 1, channels]
+        Last inputs of each short convolution.
+    keys, values : Tensor [B, num_kv_heads, tokens, head_dim] or None
+        An attention layer's cache: all tokens, or the last window - 1.
+    """
+
+    position: int = 0
+    memory: Tensor | None = None
+    taps: dict[str, Tensor] = field(default_factory=dict)
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def advanced(self, tokens: int, memory: Tensor | None, taps: dict[str, Tensor]) -> MixerState:
+        """Return the state of a recurrent layer `tokens` later; the taps are copied, as they are views of a batch."""
+        return MixerState(self.position + tokens, memory, {name: last.clone() for name, last in taps.items()})
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> MixerState:
+        """Return a new state with `f` applied to every tensor, for instance ``torch.Tensor.detach`` or ``clone``."""
+
+        def maybe(x: Tensor | None) -> Tensor | None:
+            return None if x is None else f(x)
+
+        taps = {name: f(last) for name, last in self.taps.items()}
+        return MixerState(self.position, maybe(self.memory), taps, maybe(self.keys), maybe(self.values))
+
+
+def wants_state(module: nn.Module, state: object | None, return_state: bool | None) -> bool:
+    """Return whether a call hands its state back: as asked; else if one was passed, or outside training."""
+    return (state is not None or not module.training) if return_state is None else return_state

@@ -1,0 +1,102 @@
+"""What a room is: the canonical form of a call, and the doors that every room has.
+
+A *room* is one implementation of the operations: ``reference`` (NumPy, reads like the equations),
+``cpu`` (Numba), ``cuda`` (raw CUDA and Numba CUDA). The public functions of :mod:`sdm_lite.ops`
+check a call, bring it into the canonical form below and walk through one room's door. Rooms never
+import each other, and a room that cannot serve a call raises.
+
+Doors (the same names, parameters and defaults in every room; a test compares them)::
+
+    product_key_topk_forward(scores [n, sum(widths)], widths, k) -> values [n, k], slots [n, k] int32
+    product_key_topk_backward(dvalues [n, k], slots [n, k], widths) -> dscores [n, sum(widths)]
+    hash_slots_forward(ids [n] int64, num_slots, k, seed) -> slots [n, k] int32
+    sparse_delta_forward(inputs, state, options, *, save=False, final=False)
+        -> readings [B, T, H, D], final_state or None, saved or None       state is left as it is
+    sparse_delta_update(inputs, state, options) -> readings                state [S, H, N, D] in place
+    sparse_delta_backward(inputs, options, saved, dreadings, dfinal, state_shape) -> DeltaGradients
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .errors import BackendError, message
+
+#: arrays in `saved`, whatever the room (a room pads with empty arrays), so that a caller which can
+#: carry only a flat list of arrays knows its length
+SAVED_ARRAYS = 8
+
+
+class DeltaInputs(NamedTuple):
+    """The seven arrays of a sparse delta call, checked, in the compute dtype (float32 or float64).
+
+    C-contiguous; slots are int32; `log_decay` is [B, T, H, 1] (a decay per head) or [B, T, H, W]
+    (a decay per written slot). `cu_seqlens` is int64 [S + 1], or None for S = B sequences of T tokens.
+    """
+
+    values: Any
+    write_slots: Any
+    write_weights: Any
+    log_decay: Any
+    beta: Any
+    read_slots: Any
+    read_weights: Any
+    cu_seqlens: Any = None
+
+
+class DeltaGradients(NamedTuple):
+    """Gradients of a sparse delta call, in the compute dtype; `initial_state` has the state's shape."""
+
+    values: Any
+    write_weights: Any
+    log_decay: Any
+    beta: Any
+    read_weights: Any
+    initial_state: Any
+
+
+@dataclass(frozen=True)
+class DeltaOptions:
+    """How a sparse delta call is computed; the fields are those of the public op.
+
+    `state_dtype` is "float64", "float32", "bfloat16" or "float16". A 16-bit state is handed to a
+    room as its bits (uint16); written rows are rounded to it at every token.
+    """
+
+    rule: str = "shared"
+    restore: str = "hybrid"
+    restore_tau: float = math.log(10.0)
+    snapshot_dtype: str | None = None
+    state_dtype: str = "float32"
+
+
+_ROOMS = {"reference": "sdm_lite.reference", "cpu": "sdm_lite.cpu", "cuda": "sdm_lite.cuda_kernels"}
+
+
+def backends() -> dict[str, str]:
+    """Return, for each room, ``"ready"`` or the reason why it is not.
+
+    >>> backends()["reference"]
+    'ready'
+    """
+    return {name: _load(name).unavailable() or "ready" for name in _ROOMS}
+
+
+def room(name: str, op: str) -> Any:
+    """Return the module that serves room `name`, or raise BackendError with what it needs."""
+    if name not in _ROOMS:
+        raise BackendError(message(op, "backend", f"one of {sorted(_ROOMS)}", repr(name), "name one of these, or None"))
+    module = _load(name)
+    reason = module.unavailable()
+    if reason:
+        raise BackendError(
+            message(op, "backend", f"a room that is ready, for {name!r}", reason, "see sdm_lite.backends()")
+        )
+    return module
+
+
+def _load(name: str) -> Any:
+    return importlib.import_module(_ROOMS[name])

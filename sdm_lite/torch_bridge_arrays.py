@@ -1,0 +1,108 @@
+"""Tensors to the NumPy arrays that a room takes, and back; and `saved`, a room's arrays for its backward, as tensors.
+
+Everything here runs inside an op, where tensors are real ones on the CPU. A view is taken wherever
+the dtype and the layout allow; 16-bit states cross as their bits (NumPy has no bfloat16).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import arrays
+from .rooms import SAVED_ARRAYS, DeltaInputs
+
+#: tensors that :func:`pack_saved` makes
+SAVED_TENSORS = SAVED_ARRAYS + 1
+# dtypes that an array of `saved` may have; its place in this tuple is its code in the header
+_SAVED_DTYPES = tuple(np.dtype(n) for n in "float32 float64 uint16 uint8 int8 int32 int64 bool uint32 float16".split())
+_MAX_RANK = 6
+_HEADER_SHAPE = (SAVED_ARRAYS, 2 + _MAX_RANK)
+
+
+def compute_dtype(state_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of all arithmetic: float64 for a float64 state, else float32."""
+    return torch.float64 if state_dtype == torch.float64 else torch.float32
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the torch dtype of a `state_dtype`.
+
+    >>> dtype_named("bfloat16")
+    torch.bfloat16
+    """
+    return getattr(torch, name)
+
+
+def to_floats(x: Tensor, dtype: torch.dtype) -> np.ndarray:
+    """Return a tensor's values as a contiguous array of the compute dtype: a view if it is one already."""
+    return x.detach().to(dtype).contiguous().numpy()
+
+
+def to_slots(x: Tensor) -> np.ndarray:
+    """Return slots as contiguous int32; an int64 that does not fit stays outside any table's range."""
+    return arrays.to_slots(x.detach().numpy())
+
+
+def to_bits(state: Tensor) -> np.ndarray:
+    """Return a view of a state of any layout, of its bits (uint16) for bfloat16 and float16."""
+    state = state.detach()
+    return (state.view(torch.uint16) if state.element_size() == 2 else state).numpy()
+
+
+def from_bits(state: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """Return a room's state as a tensor over the same memory."""
+    tensor = torch.from_numpy(state)
+    return tensor.view(dtype) if tensor.dtype == torch.uint16 else tensor
+
+
+def to_inputs(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> DeltaInputs:
+    """Return the seven tensors and `cu_seqlens` of a sparse delta call in the rooms' canonical form."""
+    values, write_slots, write_weights, log_decay, beta, read_slots, read_weights, cu_seqlens = tensors
+    return DeltaInputs(
+        to_floats(values, dtype),
+        to_slots(write_slots),
+        to_floats(write_weights, dtype),
+        to_floats(log_decay, dtype),
+        to_floats(beta, dtype),
+        to_slots(read_slots),
+        to_floats(read_weights, dtype),
+        None if cu_seqlens is None else cu_seqlens.detach().to(torch.int64).contiguous().numpy(),
+    )
+
+
+def pack_saved(saved: Sequence[np.ndarray]) -> list[Tensor]:
+    """Return `saved` as SAVED_TENSORS tensors over the same memory: a header (dtypes, shapes), then each array's bytes.
+
+    An op has to promise its outputs' dtypes and ranks before it runs; bytes of a size known only
+    afterwards are a promise that every room can keep, whatever it saves.
+
+    >>> packed = pack_saved((np.ones((2, 3), np.uint16),) + (np.empty(0, np.float32),) * 7)
+    >>> packed[1].shape, unpack_saved(packed)[0].shape
+    (torch.Size([12]), (2, 3))
+    """
+    assert len(saved) == SAVED_ARRAYS, "a room pads `saved` with empty arrays"
+    header = np.zeros(_HEADER_SHAPE, np.int64)
+    for row, array in zip(header, saved, strict=True):
+        row[0], row[1] = _SAVED_DTYPES.index(array.dtype), array.ndim
+        row[2 : 2 + array.ndim] = array.shape
+    flat = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in saved)
+    return [torch.from_numpy(header), *(torch.from_numpy(array) for array in flat)]
+
+
+def unpack_saved(packed: Sequence[Tensor]) -> tuple[np.ndarray, ...]:
+    """Return views of the arrays that :func:`pack_saved` was given."""
+    header, *flat = (tensor.detach().numpy() for tensor in packed)
+    return tuple(
+        array.view(_SAVED_DTYPES[code]).reshape(shape[:rank])
+        for (code, rank, *shape), array in zip(header.tolist(), flat, strict=True)
+    )
+
+
+def fake_saved(like: Tensor, new_size: Callable[[], int]) -> list[Tensor]:
+    """Return what :func:`pack_saved` promises: tensors without data, of sizes that `new_size` makes up."""
+    header = like.new_empty(_HEADER_SHAPE, dtype=torch.int64)
+    return [header, *(like.new_empty((new_size(),), dtype=torch.uint8) for _ in range(SAVED_ARRAYS))]

@@ -1,0 +1,314 @@
+"""The operations as `torch.library.custom_op`s over the doors of a room; :mod:`sdm_lite.torch_bridge` calls them.
+
+An op gives torch four things: an implementation (tensors to NumPy views, a room's door, and back); a
+fake kernel (shapes and dtypes without data, with which `torch.compile` and `torch.export` trace); a
+derivative, whose backward is an op of its own so that it is traced too; and the names of what it
+mutates. Schemas are written out, and each has a NamedTuple that gives its operands their names.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import custom_op, get_ctx
+
+from . import rooms, validate
+from . import torch_bridge_arrays as convert
+from .errors import SdmError, message
+from .rooms import DeltaOptions
+
+_CALL = (
+    "Tensor values, Tensor write_slots, Tensor write_weights, Tensor log_decay, Tensor beta, Tensor read_slots, "
+    "Tensor read_weights"
+)
+_OPTIONS = "str backend, str rule, str restore, float restore_tau, str? snapshot_dtype"
+
+
+class SecondDerivativeError(SdmError, NotImplementedError):
+    """A gradient of a gradient was asked for; only first derivatives exist."""
+
+
+def _no_second_derivative(op: str):
+    def raise_error(ctx, *_):
+        expected, got = "first derivatives only", "a derivative of a gradient"
+        fix = "drop create_graph=True, or detach the gradient"
+        raise SecondDerivativeError(message(op, "gradient", expected, got, fix))
+
+    return raise_error
+
+
+# ---- addressing -----------------------------------------------------------------------------------------------
+
+
+@custom_op(
+    "sdm_lite::product_key_topk",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor scores, SymInt k, SymInt[] widths, str backend) -> (Tensor, Tensor)",
+)
+def product_key_topk(scores, k, widths, backend):
+    """Return the k best slots of each row [..., k] and their sums, in the dtype of `scores`."""
+    rows = convert.to_floats(scores, convert.compute_dtype(scores.dtype)).reshape(-1, scores.shape[-1])
+    values, slots = rooms.room(backend, "product_key_topk").product_key_topk_forward(rows, tuple(widths), k)
+    shape = (*scores.shape[:-1], k)
+    return torch.from_numpy(values).to(scores.dtype).view(shape), torch.from_numpy(slots).view(shape)
+
+
+@product_key_topk.register_fake
+def _(scores, k, widths, backend):
+    shape = (*scores.shape[:-1], k)
+    return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int32)
+
+
+@custom_op(
+    "sdm_lite::product_key_topk_backward",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor dvalues, Tensor slots, SymInt[] widths, str backend) -> Tensor",
+)
+def product_key_topk_backward(dvalues, slots, widths, backend):
+    """Return the gradient of the scores, in the dtype of `dvalues`."""
+    k = slots.shape[-1]
+    rows = convert.to_floats(dvalues, convert.compute_dtype(dvalues.dtype)).reshape(-1, k)
+    room = rooms.room(backend, "product_key_topk")
+    dscores = room.product_key_topk_backward(rows, convert.to_slots(slots).reshape(-1, k), tuple(widths))
+    return torch.from_numpy(dscores).to(dvalues.dtype).view(*slots.shape[:-1], sum(widths))
+
+
+@product_key_topk_backward.register_fake
+def _(dvalues, slots, widths, backend):
+    return dvalues.new_empty((*slots.shape[:-1], sum(widths)))
+
+
+def _topk_setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    _, _, ctx.widths, ctx.backend = inputs
+    ctx.save_for_backward(output[1])
+
+
+def _topk_gradient(ctx, dvalues, _dslots):
+    (slots,) = ctx.saved_tensors
+    dscores = None if dvalues is None else product_key_topk_backward(dvalues, slots, ctx.widths, ctx.backend)
+    return dscores, None, None, None
+
+
+product_key_topk.register_autograd(_topk_gradient, setup_context=_topk_setup)
+product_key_topk_backward.register_autograd(_no_second_derivative("product_key_topk"))
+
+
+@custom_op(
+    "sdm_lite::hash_slots",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor ids, SymInt num_slots, SymInt k, int seed, str backend) -> Tensor",
+)
+def hash_slots(ids, num_slots, k, seed, backend):
+    """Return k slots per id, [..., k]."""
+    flat = ids.detach().to(torch.int64).contiguous().numpy().reshape(-1)
+    slots = rooms.room(backend, "hash_slots").hash_slots_forward(flat, num_slots, k, seed)
+    return torch.from_numpy(slots).view(*ids.shape, k)
+
+
+@hash_slots.register_fake
+def _(ids, num_slots, k, seed, backend):
+    return ids.new_empty((*ids.shape, k), dtype=torch.int32)
+
+
+# ---- the sparse delta rule ------------------------------------------------------------------------------------
+
+
+class _Delta(NamedTuple):
+    """Operands of sparse_delta_rule, in the order of its schema."""
+
+    values: Tensor
+    write_slots: Tensor
+    write_weights: Tensor
+    log_decay: Tensor
+    beta: Tensor
+    read_slots: Tensor
+    read_weights: Tensor
+    cu_seqlens: Tensor | None
+    initial_state: Tensor
+    backend: str
+    rule: str
+    restore: str
+    restore_tau: float
+    snapshot_dtype: str | None
+    check: bool
+    final: bool
+    save: bool
+
+
+#: where DeltaGradients' six stand among the operands
+_DIFFERENTIABLE = (0, 2, 3, 4, 6, 8)
+
+
+@custom_op(
+    "sdm_lite::sparse_delta_rule",
+    mutates_args=(),
+    device_types="cpu",
+    schema=f"({_CALL}, Tensor? cu_seqlens, Tensor initial_state, {_OPTIONS}, bool check, bool final, bool save)"
+    " -> Tensor[]",
+)
+def sparse_delta_rule(*operands):
+    """Return the readings; where `final`, the final state; where `save`, the tensors that the backward needs."""
+    x = _Delta(*operands)
+    dtype = x.initial_state.dtype
+    inputs = _checked("sparse_delta_rule", operands[:8], x.initial_state, x.check)
+    readings, state, saved = rooms.room(x.backend, "sparse_delta_rule").sparse_delta_forward(
+        inputs, convert.to_bits(x.initial_state), _options(dtype, *operands[10:14]), save=x.save, final=x.final
+    )
+    outputs = [torch.from_numpy(readings).to(x.values.dtype)]
+    if x.final:
+        outputs.append(convert.from_bits(state, dtype))
+    return outputs + convert.pack_saved(saved) if x.save else outputs
+
+
+@sparse_delta_rule.register_fake
+def _(*operands):
+    x = _Delta(*operands)
+    outputs = [x.values.new_empty(x.values.shape)]
+    if x.final:
+        sequences = x.values.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+        outputs.append(x.initial_state.new_empty((sequences, *x.initial_state.shape[-3:])))
+    return outputs + convert.fake_saved(x.values, get_ctx().new_dynamic_size) if x.save else outputs
+
+
+class _DeltaBackward(NamedTuple):
+    """Operands of sparse_delta_rule_backward, in the order of its schema."""
+
+    values: Tensor
+    write_slots: Tensor
+    write_weights: Tensor
+    log_decay: Tensor
+    beta: Tensor
+    read_slots: Tensor
+    read_weights: Tensor
+    cu_seqlens: Tensor | None
+    saved: list[Tensor]
+    dreadings: Tensor
+    dfinal: Tensor | None
+    state_shape: list[int]
+    state_dtype: torch.dtype
+    backend: str
+    rule: str
+    restore: str
+    restore_tau: float
+    snapshot_dtype: str | None
+    wanted: list[bool]
+
+
+@custom_op(
+    "sdm_lite::sparse_delta_rule_backward",
+    mutates_args=(),
+    device_types="cpu",
+    schema=f"({_CALL}, Tensor? cu_seqlens, Tensor[] saved, Tensor dreadings, Tensor? dfinal, SymInt[] state_shape,"
+    f" ScalarType state_dtype, {_OPTIONS}, bool[] wanted) -> Tensor[]",
+)
+def sparse_delta_rule_backward(*operands):
+    """Return those of DeltaGradients that are wanted, each in the dtype of its input."""
+    x = _DeltaBackward(*operands)
+    compute = convert.compute_dtype(x.state_dtype)
+    gradients = rooms.room(x.backend, "sparse_delta_rule").sparse_delta_backward(
+        convert.to_inputs(operands[:8], compute),
+        _options(x.state_dtype, *operands[14:18]),
+        convert.unpack_saved(x.saved),
+        convert.to_floats(x.dreadings, compute),
+        None if x.dfinal is None else convert.to_floats(x.dfinal, compute),
+        tuple(x.state_shape),
+    )
+    dtypes = [like.dtype for like in (x.values, x.write_weights, x.log_decay, x.beta, x.read_weights)]
+    named = zip(gradients, [*dtypes, x.state_dtype], x.wanted, strict=True)
+    return [torch.from_numpy(gradient).to(dtype) for gradient, dtype, want in named if want]
+
+
+@sparse_delta_rule_backward.register_fake
+def _(*operands):
+    x = _DeltaBackward(*operands)
+    likes = (x.values, x.write_weights, x.log_decay, x.beta, x.read_weights)
+    outputs = [like.new_empty(like.shape) for like, want in zip(likes, x.wanted[:5], strict=True) if want]
+    return [*outputs, x.values.new_empty(x.state_shape, dtype=x.state_dtype)] if x.wanted[5] else outputs
+
+
+def _delta_setup(ctx, inputs, output):
+    x = _Delta(*inputs)
+    # undefined gradients stay None: zeros for that of the final state would cost a table
+    ctx.set_materialize_grads(False)
+    ctx.options, ctx.final, ctx.save = inputs[9:14], x.final, x.save
+    ctx.state_shape, ctx.state_dtype = list(x.initial_state.shape), x.initial_state.dtype
+    ctx.save_for_backward(*inputs[:8], *output[1 + x.final :])
+
+
+def _delta_gradient(ctx, doutputs):
+    assert ctx.save, "the op was asked to save nothing, so it has no backward"
+    call, saved = ctx.saved_tensors[:8], ctx.saved_tensors[8:]
+    dreadings, dfinal = doutputs[0], doutputs[1] if ctx.final else None
+    if dreadings is None:
+        dreadings = torch.zeros_like(call[0])
+    wanted = [ctx.needs_input_grad[place] for place in _DIFFERENTIABLE]
+    state = (ctx.state_shape, ctx.state_dtype)
+    gradients = iter(sparse_delta_rule_backward(*call, saved, dreadings, dfinal, *state, *ctx.options, wanted))
+    named = dict(zip(_DIFFERENTIABLE, wanted, strict=True))
+    return tuple(next(gradients) if named.get(place) else None for place in range(len(_Delta._fields)))
+
+
+sparse_delta_rule.register_autograd(_delta_gradient, setup_context=_delta_setup)
+sparse_delta_rule_backward.register_autograd(_no_second_derivative("sparse_delta_rule"))
+
+
+class _DeltaUpdate(NamedTuple):
+    """Operands of sparse_delta_rule_, in the order of its schema."""
+
+    values: Tensor
+    write_slots: Tensor
+    write_weights: Tensor
+    log_decay: Tensor
+    beta: Tensor
+    read_slots: Tensor
+    read_weights: Tensor
+    cu_seqlens: Tensor | None
+    state: Tensor
+    backend: str
+    rule: str
+    check: bool
+
+
+@custom_op(
+    "sdm_lite::sparse_delta_rule_",
+    mutates_args={"state"},
+    device_types="cpu",
+    schema=f"({_CALL}, Tensor? cu_seqlens, Tensor(a!) state, str backend, str rule, bool check) -> Tensor",
+)
+def sparse_delta_rule_(*operands):
+    """Update `state` in place and return the readings."""
+    x = _DeltaUpdate(*operands)
+    inputs = _checked("sparse_delta_rule_", operands[:8], x.state, x.check)
+    options = _options(x.state.dtype, x.rule)
+    readings = rooms.room(x.backend, "sparse_delta_rule_").sparse_delta_update(
+        inputs, convert.to_bits(x.state), options
+    )
+    return torch.from_numpy(readings).to(x.values.dtype)
+
+
+@sparse_delta_rule_.register_fake
+def _(*operands):
+    values = operands[0]
+    return values.new_empty(values.shape)
+
+
+def _checked(op: str, call: tuple, state: Tensor, check: bool) -> rooms.DeltaInputs:
+    """Return the call in canonical form, its values checked."""
+    inputs = convert.to_inputs(call, convert.compute_dtype(state.dtype))
+    if inputs.cu_seqlens is not None:  # always: a wrong one would send a room out of bounds
+        validate.check_cu_seqlens(op, inputs.cu_seqlens, inputs.values.shape[1])
+    if check:
+        validate.check_delta_values(op, inputs, state.shape[-2])
+    return inputs
+
+
+def _options(state_dtype: torch.dtype, rule: str, *rest: Any) -> DeltaOptions:
+    """Return DeltaOptions from the operands, in the order of _OPTIONS, and the state's dtype."""
+    named = dict(zip(("restore", "restore_tau", "snapshot_dtype"), rest))
+    return DeltaOptions(rule, **named, state_dtype=str(state_dtype).removeprefix("torch."))

@@ -1,0 +1,172 @@
+"""Checks of a call: shapes and dtypes from metadata alone, then values. Each failure names its fix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .arrays import FLOATS, INTEGERS, dtype_name
+from .errors import DtypeError, ShapeError, SlotError, ValueRangeError, message
+from .rooms import DeltaInputs, DeltaOptions
+
+_INT32_MAX = 2**31 - 1
+
+
+def check_dtype(op: str, name: str, x: Any, allowed: Sequence[str]) -> None:
+    """Raise DtypeError unless x has one of the dtypes named."""
+    if dtype_name(x) not in allowed:
+        raise DtypeError(message(op, name, f"dtype {' or '.join(allowed)}", dtype_name(x), "convert it first"))
+
+
+def check_shape(op: str, name: str, x: Any, expected: tuple, letters: str) -> None:
+    """Raise ShapeError unless x has the shape given; None stands for any size."""
+    shape = tuple(x.shape)
+    if len(shape) != len(expected) or any(want is not None and want != size for want, size in zip(expected, shape)):
+        sizes = ", ".join("any" if want is None else str(want) for want in expected)
+        raise ShapeError(message(op, name, f"shape {letters} = [{sizes}]", str(list(shape)), "reshape or transpose it"))
+
+
+def factor_widths(op: str, width: int, factors: Any) -> tuple[int, ...]:
+    """Return the factors' widths: two equal ones by default, F equal ones for an int F."""
+    if factors is None:
+        factors = 2
+    if isinstance(factors, int):
+        if factors < 1 or width % factors:
+            raise ShapeError(
+                message(
+                    op, "scores", f"a last axis of {factors} equal factors", str(width), "pass factors=(n_0, n_1, ...)"
+                )
+            )
+        return (width // factors,) * factors
+    widths = tuple(int(n) for n in factors)
+    if not widths or min(widths) < 1 or sum(widths) != width:
+        raise ShapeError(
+            message(op, "factors", f"positive widths that add up to {width}", str(widths), "give one width per factor")
+        )
+    if math.prod(widths) > _INT32_MAX:
+        raise ValueRangeError(
+            message(op, "factors", "fewer than 2^31 slots", str(math.prod(widths)), "narrow the factors")
+        )
+    return widths
+
+
+def check_topk(op: str, k: int, num_slots: int) -> None:
+    """Raise unless 1 <= k <= num_slots."""
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
+        raise DtypeError(message(op, "k", "a whole number", type(k).__name__, "pass an int"))
+    if not 1 <= k <= num_slots:
+        raise ValueRangeError(message(op, "k", f"1 to {num_slots} slots", str(k), "lower k or widen the factors"))
+
+
+def check_options(op: str, options: DeltaOptions) -> None:
+    """Raise ValueRangeError where an option has a value that no room knows."""
+    for name, allowed in (
+        ("rule", ("shared", "per_slot")),
+        ("restore", ("hybrid", "snapshot", "invert")),
+        ("snapshot_dtype", (None, "bf16", "fp8", "int4")),
+    ):
+        value = getattr(options, name)
+        if value not in allowed:
+            raise ValueRangeError(message(op, name, f"one of {list(allowed)}", repr(value), "name one of these"))
+    if not 0 <= options.restore_tau < math.inf:
+        raise ValueRangeError(
+            message(op, "restore_tau", "a finite number >= 0", repr(options.restore_tau), "math.log(10) is the default")
+        )
+
+
+def check_delta(
+    op: str,
+    values: Any,
+    write_slots: Any,
+    write_weights: Any,
+    log_decay: Any,
+    beta: Any,
+    read_slots: Any,
+    read_weights: Any,
+    state: Any,
+    cu_seqlens: Any,
+    *,
+    in_place: bool,
+) -> None:
+    """Check ranks, sizes and dtypes of a sparse delta call (spec section 4) from metadata alone."""
+    check_shape(op, "values", values, (None,) * 4, "[B, T, H, D]")
+    batch, tokens, heads, width = values.shape
+    token = (batch, tokens, heads)
+    check_shape(op, "write_slots", write_slots, (*token, None), "[B, T, H, W]")
+    writes = write_slots.shape[3]
+    check_shape(op, "write_weights", write_weights, (*token, writes), "[B, T, H, W]")
+    if len(log_decay.shape) == 4:
+        check_shape(op, "log_decay", log_decay, (*token, writes), "[B, T, H, W]")
+    else:
+        check_shape(op, "log_decay", log_decay, token, "[B, T, H]")
+    check_shape(op, "beta", beta, token, "[B, T, H]")
+    check_shape(op, "read_slots", read_slots, (*token, None), "[B, T, H, R]")
+    check_shape(op, "read_weights", read_weights, (*token, read_slots.shape[3]), "[B, T, H, R]")
+    sequences = batch
+    if cu_seqlens is not None:
+        check_shape(op, "cu_seqlens", cu_seqlens, (None,), "[S + 1]")
+        check_dtype(op, "cu_seqlens", cu_seqlens, INTEGERS)
+        if batch != 1 or cu_seqlens.shape[0] < 2:
+            got = f"B = {batch}, cu_seqlens of {cu_seqlens.shape[0]}"
+            raise ShapeError(message(op, "cu_seqlens", "B = 1 and at least two entries", got, "pack along T"))
+        sequences = cu_seqlens.shape[0] - 1
+    if len(state.shape) == 3 and not in_place:  # one initial memory, shared by the sequences
+        check_shape(op, "initial_state", state, (heads, None, width), "[H, N, D]")
+    else:
+        name = "state" if in_place else "initial_state"
+        check_shape(op, name, state, (sequences, heads, None, width), "[B, H, N, D]")
+    if state.shape[-2] > _INT32_MAX:
+        raise ValueRangeError(message(op, "state", "fewer than 2^31 slots", str(state.shape[-2]), "use more heads"))
+    for name, x in (("write_slots", write_slots), ("read_slots", read_slots)):
+        check_dtype(op, name, x, INTEGERS)
+    floats = {"values": values, "write_weights": write_weights, "log_decay": log_decay, "beta": beta}
+    for name, x in (floats | {"read_weights": read_weights, "state": state}).items():
+        check_dtype(op, name, x, FLOATS)
+
+
+def check_cu_seqlens(op: str, cu_seqlens: np.ndarray, tokens: int) -> None:
+    """Raise ValueRangeError unless cu_seqlens starts at 0, never decreases and ends at T."""
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] != tokens or (np.diff(cu_seqlens) < 0).any():
+        raise ValueRangeError(
+            message(
+                op, "cu_seqlens", f"0, non-decreasing, {tokens}", str(cu_seqlens.tolist())[:80], "give token offsets"
+            )
+        )
+
+
+def check_delta_values(op: str, inputs: DeltaInputs, num_slots: int) -> None:
+    """Check what metadata cannot show: slots in range and distinct per token, log decays <= 0 and not NaN."""
+    check_slots(op, "write_slots", inputs.write_slots, num_slots)
+    check_slots(op, "read_slots", inputs.read_slots, num_slots)
+    if not (inputs.log_decay <= 0).all():
+        worst = inputs.log_decay[~(inputs.log_decay <= 0)][0]
+        raise ValueRangeError(
+            message(op, "log_decay", "numbers <= 0 (natural logarithm of the decay)", str(worst), "pass log(alpha)")
+        )
+
+
+def check_slots(op: str, name: str, slots: np.ndarray, num_slots: int) -> None:
+    """Raise SlotError unless the slots of each token are distinct and in [0, num_slots)."""
+    if not slots.size:
+        return
+    ascending = slots if (slots[..., 1:] > slots[..., :-1]).all() else np.sort(slots, axis=-1)
+    outside = (ascending[..., 0] < 0) | (ascending[..., -1] >= num_slots)
+    if outside.any():
+        where = tuple(int(i) for i in np.argwhere(outside)[0])
+        row = slots[where]
+        bad = row[(row < 0) | (row >= num_slots)][0]
+        raise SlotError(
+            message(
+                op, name, f"slots in [0, {num_slots})", f"{bad} at [B, T, H] = {list(where)}", "check the table's size"
+            )
+        )
+    repeated = (ascending[..., 1:] == ascending[..., :-1]).any(axis=-1)
+    if repeated.any():
+        where = tuple(int(i) for i in np.argwhere(repeated)[0])
+        row = ascending[where]
+        twice = row[1:][row[1:] == row[:-1]][0]
+        got = f"slot {twice} twice at [B, T, H] = {list(where)}"
+        raise SlotError(message(op, name, "distinct slots per token", got, "merge the repeated slot's weights"))
