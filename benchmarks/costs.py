@@ -1,4 +1,4 @@
-"""What is paid once, or in memory: import, compilation cold and cached, peak bytes. Each is measured in a process of its own.
+"""What is paid once, or in memory: import, compilation cold and cached, peak bytes; each in a process of its own.
 
 ``python -m benchmarks.costs first-calls`` and ``python -m benchmarks.costs memory large hybrid`` are those processes;
 :func:`first_calls` and :func:`peak_memory` start them and return what they print.
@@ -40,7 +40,8 @@ def gradient_bytes(shape: Shape, inputs: Inputs, logged_rows: int, *, of_state: 
 
     3 U D : the touched rows, their working copy in the backward (the saved ones stay as they are, for a
     second backward), their gradients; the log's rows D; 5 D a lane-token: prediction error, readings, gradients in
-    and out and one temporary; 10 numbers for each slot of a lane-token: places, the log's plan, weights and their gradients.
+    and out and one temporary; 10 numbers for each slot of a lane-token: places, the log's plan, weights and
+    their gradients.
     A gradient of the state is a whole table more.
     """
     lane_tokens = shape.lanes * shape.T
@@ -116,6 +117,5 @@ def _measure_memory(name: str, restore: str, of_state: bool) -> dict[str, int]:
 
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
-    print(
-        json.dumps(_measure_first_calls() if what == "first-calls" else _measure_memory(*rest[:2], "of-state" in rest))
-    )
+    measured = _measure_first_calls() if what == "first-calls" else _measure_memory(*rest[:2], "of-state" in rest)
+    print(json.dumps(measured))

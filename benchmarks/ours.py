@@ -62,7 +62,7 @@ def topk(scores: np.ndarray, k: int) -> Callable[[], tuple[np.ndarray, np.ndarra
 
 
 def logged_rows(inputs: Inputs, restore: str = "hybrid") -> int:
-    """Return how many rows a forward logs for its backward, from what it saves: the log is the longest array but one.
+    """Return how many rows a forward logs for its backward, from what it saves.
 
     Asks the cpu room's door, since the public functions rightly do not show it.
     """
@@ -72,5 +72,5 @@ def logged_rows(inputs: Inputs, restore: str = "hybrid") -> int:
     call = list(inputs.call)
     call[3] = call[3][..., None]
     _, _, saved = cpu.sparse_delta_forward(DeltaInputs(*call), inputs.state, DeltaOptions(restore=restore), save=True)
-    log_place = saved[7]
+    log_place = saved[7]  # the row's number in the log, or -1
     return int((log_place >= 0).sum())

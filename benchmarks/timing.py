@@ -8,6 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+#: torch's threads spin for a moment after each parallel region: without a pause they would run into the next candidate
+SETTLE_S = 0.01
+#: with fewer clean rounds than this a comparison is called disturbed
+ENOUGH = 3
+
 
 @dataclass
 class Timings:
@@ -17,6 +22,11 @@ class Timings:
     clean_rounds: int
     disturbed_rounds: int
     foreign_cores: float  # the most that other processes used in a round that counts
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether enough rounds ran on a machine that did nothing else."""
+        return self.clean_rounds >= ENOUGH
 
     def median(self, name: str) -> float:
         """Median seconds per call."""
@@ -54,8 +64,8 @@ def interleave(
     """Time the candidates in turn until `rounds` clean rounds are in, or `limit_s` has passed.
 
     A round in which other processes used more than `max_foreign_cores` is set aside. Where the limit
-    passes with fewer than three clean rounds, the least disturbed three count, and `foreign_cores`
-    says how disturbed they were. `prepare(name)` runs before each call, outside its time; one call of
+    passes with fewer than three clean rounds, the least disturbed three count, `is_clean` is false and
+    `foreign_cores` says how disturbed they were. `prepare(name)` runs before each call, outside its time; one call of
     each, uncounted, comes first (compilation, page faults).
     """
     prepare = prepare or (lambda name: None)
@@ -65,11 +75,12 @@ def interleave(
     clean: list[tuple[float, dict[str, float]]] = []
     disturbed: list[tuple[float, dict[str, float]]] = []
     start = time.perf_counter()
-    while len(clean) < rounds and (time.perf_counter() - start < limit_s or len(clean) + len(disturbed) < 3):
+    while len(clean) < rounds and (time.perf_counter() - start < limit_s or len(clean) + len(disturbed) < ENOUGH):
         busy, own, wall = _machine_busy_seconds(), _own_seconds(), time.perf_counter()
         row = {}
         for name, call in candidates.items():
             prepare(name)
+            time.sleep(SETTLE_S)
             begin = time.perf_counter()
             call()
             row[name] = time.perf_counter() - begin
@@ -78,7 +89,7 @@ def interleave(
         if busy is not None:
             foreign = max(0.0, (_machine_busy_seconds() - busy) - (_own_seconds() - own)) / wall
         (clean if foreign <= max_foreign_cores else disturbed).append((foreign, row))
-    used = clean if len(clean) >= 3 else sorted([*clean, *disturbed], key=lambda item: item[0])[:3]
+    used = clean if len(clean) >= ENOUGH else sorted([*clean, *disturbed], key=lambda item: item[0])[:ENOUGH]
     return Timings(
         seconds={name: [row[name] for _, row in used] for name in candidates},
         clean_rounds=len(clean),

@@ -57,4 +57,4 @@ def train(steps, rate=1e-2, seed=0):
 
 
 if __name__ == "__main__":
-    train(150)
+    train(100)

@@ -243,7 +243,8 @@ def _delta_setup(ctx, inputs, output):
 
 def _delta_gradient(ctx, doutputs):
     assert ctx.save, "the op was asked to save nothing, so it has no backward"
-    call, saved = ctx.saved_tensors[:8], ctx.saved_tensors[8:]
+    tensors = ctx.saved_tensors  # once: under activation checkpointing a second look is an error
+    call, saved = tensors[:8], tensors[8:]
     dreadings, dfinal = doutputs[0], doutputs[1] if ctx.final else None
     if dreadings is None:
         dreadings = torch.zeros_like(call[0])

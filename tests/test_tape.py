@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import subprocess
 import sys
 import threading
@@ -453,12 +451,6 @@ def test_constants_convert_to_numpy():
     assert np.asarray(Tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
     assert float(Tensor(2.0)) == 2.0 and bool(Tensor([1])) and len(Tensor([1, 2])) == 2
     assert [t.item() for t in Tensor([1.0, 2.0])] == [1.0, 2.0]
-
-
-@pytest.mark.parametrize("name", ["", ".modules", ".tape", ".arithmetic", ".shaping", ".neural", ".check"])
-def test_docstring_examples(name):
-    result = doctest.testmod(importlib.import_module("sdm_lite.autograd" + name))
-    assert result.attempted and not result.failed
 
 
 def test_neither_torch_nor_cupy_is_imported():

@@ -50,7 +50,7 @@ def sync_folder(folder: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` to `path` as JSON, whole or not at all."""
-    text = json.dumps(value, indent=1, sort_keys=True) + "\n"
+    text = json.dumps(value, indent=1) + "\n"
     write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 

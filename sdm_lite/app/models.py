@@ -15,36 +15,33 @@ from .mistakes import mistake
 from .settings import Settings
 
 
-def build(command: str, settings: Settings, vocab_size: int) -> HybridLM:
-    """Return the model of `settings`, with the parameters that its seed gives."""
+def build(settings: Settings, vocab_size: int) -> HybridLM:
+    """Return the model of `settings`, with the parameters that its seed gives; SdmError when sizes do not fit."""
     layers = [settings.mixer if kind == "mixer" else kind for kind in settings.layers]
     options = {kind: dict(extra) for kind, extra in SMALL_MODEL_OPTIONS.items()}
     options["sdm"] |= {"learn_memory": settings.learn_memory, "score_scale": settings.score_scale}
     options["gdn"] |= {"head_k_dim": settings.key_dim}
     torch.manual_seed(settings.seed)
-    try:
-        return HybridLM(
-            vocab_size,
-            settings.dim,
-            len(layers),
-            mixer=settings.mixer,
-            layers=layers,
-            num_heads=settings.heads,
-            num_kv_heads=settings.kv_heads,
-            window=settings.window,
-            slots_per_head=settings.slots,
-            num_writes=settings.writes,
-            num_reads=settings.reads,
-            mixer_heads=settings.mixer_heads,
-            options=options,
-            mlp_hidden=settings.hidden,
-            tie_embeddings=settings.tie_embeddings,
-            zero_head=not settings.tie_embeddings,
-            embedding_std=0.5,
-            ngram_buckets=settings.ngram_buckets,
-        )
-    except SdmError as error:
-        raise mistake(command, "model", "sizes that fit each other", str(error).rstrip("."), "change them") from error
+    return HybridLM(
+        vocab_size,
+        settings.dim,
+        len(layers),
+        mixer=settings.mixer,
+        layers=layers,
+        num_heads=settings.heads,
+        num_kv_heads=settings.kv_heads,
+        window=settings.window,
+        slots_per_head=settings.slots,
+        num_writes=settings.writes,
+        num_reads=settings.reads,
+        mixer_heads=settings.mixer_heads,
+        options=options,
+        mlp_hidden=settings.hidden,
+        tie_embeddings=settings.tie_embeddings,
+        zero_head=not settings.tie_embeddings,
+        embedding_std=0.5,
+        ngram_buckets=settings.ngram_buckets,
+    )
 
 
 def from_checkpoint(command: str, folder: Path) -> tuple[HybridLM, checkpoint.Checkpoint]:

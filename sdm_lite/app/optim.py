@@ -57,7 +57,7 @@ def rate_factor(step: int, progress: float, warmup: int, decay: float) -> float:
 
 def is_decaying(progress: float, decay: float) -> bool:
     """Return whether the learning rate falls at `progress`."""
-    return progress > 1.0 - decay
+    return decay > 0.0 and progress >= 1.0 - decay
 
 
 def set_rate(optimizers: list[torch.optim.Optimizer], factor: float) -> None:

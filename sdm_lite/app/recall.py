@@ -10,8 +10,8 @@ from rich.console import Console
 
 from . import checkpoint, plots, tables
 from .files import make_folder
-from .settings import RECALL_PRESETS
-from .side_by_side import accounts_of, match_steps, run_side_by_side
+from .settings import RECALL_PRESETS, Settings
+from .side_by_side import accounts_of, flops_spread, match_steps, run_side_by_side
 from .train import choose_folder, parse_mixers, say, settings_for
 
 COMMAND = "recall"
@@ -34,7 +34,8 @@ def measure(options: argparse.Namespace, out: Path, console: Console) -> tuple[d
     """Train, draw; return the results by mixer (None when the user stopped it) and an exit code."""
     given = {name: getattr(options, name) for name in OPTIONS if getattr(options, name, None) is not None}
     if "pairs" in given:
-        given["eval_pairs"] = tuple(sorted({*given["pairs"], 2 * max(given["pairs"])}))
+        # one number more than was trained on, as far as there are keys
+        given["eval_pairs"] = tuple(sorted({*given["pairs"], min(2 * max(given["pairs"]), Settings.keys)}))
     resume = getattr(options, "resume", None) is not None
     preset = options.preset or "demo"
     settings = {}
@@ -44,7 +45,7 @@ def measure(options: argparse.Namespace, out: Path, console: Console) -> tuple[d
         stored = stored or there
         wanted = {**given, "mixer": name}
         settings[name] = settings_for(COMMAND, RECALL_PRESETS, preset, options.preset, wanted, out / name, there)
-    accounts = accounts_of(COMMAND, settings)
+    accounts = accounts_of(settings)
     if not stored:
         settings = match_steps(settings, accounts)
     make_folder(COMMAND, "--out", out)
@@ -75,7 +76,7 @@ def caption_for(results: dict[str, dict[str, Any]]) -> str:
     if len(results) > 1:
         states = {name: result["account"]["state_elements"] for name, result in results.items()}
         most, least = max(states, key=states.__getitem__), min(states, key=states.__getitem__)
-        caption += " Equal FLOPs, unequal state: "
+        caption += f" Equal FLOPs (within {100 * flops_spread(results):.1f} %), unequal state: "
         if states[least]:
             caption += f"{most} keeps {states[most] / states[least]:.3g} times what {least} keeps."
         else:

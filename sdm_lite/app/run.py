@@ -19,17 +19,16 @@ from .trainer import Stopped, StopRequest, Trainer, pick_checkpoint
 RESULT = "result.json"
 
 
-def build_task(command: str, settings: Settings) -> tuple[TextTask | RecallTask, dict[str, Any]]:
-    """Return the task of `settings`, and the facts about its data that a resumed run must find again."""
+def build_task(command: str, settings: Settings) -> TextTask | RecallTask:
+    """Return the task of `settings`; CommandError when its data cannot be had."""
     if settings.task == "recall":
-        return RecallTask(settings), {}
-    corpus = load_corpus(command, settings.data, settings.length)
-    return TextTask(settings, corpus), {"data": corpus.fingerprint}
+        return RecallTask(settings)
+    return TextTask(settings, load_corpus(command, settings.data, settings.length))
 
 
 def run_one(
     command: str,
-    settings: Settings,
+    task: TextTask | RecallTask,
     folder: Path,
     board: Board,
     stop: StopRequest,
@@ -37,12 +36,12 @@ def run_one(
     resume: bool = False,
     save_every: int = 0,
 ) -> dict[str, Any] | None:
-    """Train and measure one model in `folder`; return its result, or None when `stop` came first."""
+    """Train and measure one model on `task` in `folder`; return its result, or None when `stop` came first."""
+    settings = task.settings
     name = settings.mixer
-    board.phase(name, "reading data")
-    task, facts = build_task(command, settings)
-    model = models.build(command, settings, task.vocab_size)
-    trainer = Trainer(command, settings, task, model, folder, save_every=save_every, facts=facts)
+    board.phase(name, "compiling")  # the first time: kernels are kept on disk
+    model = models.build(settings, task.vocab_size)
+    trainer = Trainer(command, settings, task, model, folder, save_every=save_every)
     if resume:
         trainer.restore(pick_checkpoint(command, folder, settings))
 
@@ -68,7 +67,7 @@ def run_one(
         "steps": trainer.step,
         "seconds": {"training": trainer.elapsed, "measuring": time.perf_counter() - started},
         "account": models.account(model, settings),
-        **facts,
+        **task.facts,
         **measured,
     }
     write_json(folder / RESULT, result)

@@ -165,8 +165,10 @@ def _check(command: str, settings: Settings) -> None:
         raise mistake(command, "--seconds", "more than 0", str(settings.seconds), "pass a larger number")
     if not settings.learning_rate > 0:
         raise mistake(command, "--learning-rate", "more than 0", str(settings.learning_rate), "pass a larger number")
-    if max(*settings.pairs, *settings.eval_pairs) > settings.keys:
-        largest = max(*settings.pairs, *settings.eval_pairs)
+    if settings.seed < 0:
+        raise mistake(command, "--seed", "at least 0", str(settings.seed), "pass another number")
+    largest = max(settings.pairs)
+    if largest > settings.keys:
         raise mistake(command, "--pairs", f"at most {settings.keys}, the number of keys", str(largest), "ask for fewer")
 
 

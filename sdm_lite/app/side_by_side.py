@@ -12,21 +12,21 @@ from . import checkpoint, models
 from .children import Child, cores, run_children
 from .files import make_folder, read_json, write_json
 from .progress import Board
-from .run import RESULT, build_task
+from .run import RESULT
 from .settings import Settings
 from .trainer import StopRequest
 from .worker import SETTINGS
 
 #: which mixers a folder compares
 INDEX = "compare.json"
-#: models whose FLOPs per token are this close train for the same number of steps
-_SAME = 0.02
+#: models whose FLOPs per token are this close train for the same number of steps, on the same data
+_SAME = 0.05
 
 
 def match_steps(settings: dict[str, Settings], accounts: dict[str, dict[str, Any]]) -> dict[str, Settings]:
     """Give every run the training FLOPs of the first: steps in inverse proportion to FLOPs per token.
 
-    Runs within 2 % of the first keep its steps, and runs that end by the clock keep their seconds.
+    Runs within 5 % of the first keep its steps, and runs that end by the clock keep their seconds.
     """
     first = next(iter(settings))
     matched = {}
@@ -69,15 +69,16 @@ def run_side_by_side(
     return {name: read_json(command, out / name / RESULT) for name in settings}, 0
 
 
-def accounts_of(command: str, settings: dict[str, Settings]) -> dict[str, dict[str, Any]]:
+def accounts_of(settings: dict[str, Settings]) -> dict[str, dict[str, Any]]:
     """Return the FLOP, parameter and state accounting of each run, without training it."""
     accounts = {}
     for name, one in settings.items():
         vocab_size = one.keys + one.values if one.task == "recall" else 256
-        accounts[name] = models.account(models.build(command, one, vocab_size), one)
+        accounts[name] = models.account(models.build(one, vocab_size), one)
     return accounts
 
 
-def check_data(command: str, settings: dict[str, Settings]) -> None:
-    """Raise a data mistake here, before any process starts."""
-    build_task(command, next(iter(settings.values())))
+def flops_spread(results: dict[str, dict[str, Any]]) -> float:
+    """Return by how much the training FLOPs per token of data of the runs differ, as a share of the least."""
+    totals = [result["steps"] * result["account"]["flops_per_token"] for result in results.values()]
+    return max(totals) / min(totals) - 1.0

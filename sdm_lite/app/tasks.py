@@ -31,6 +31,7 @@ class TextTask:
 
     def __init__(self, settings: Settings, corpus: Corpus):
         self.settings, self.corpus = settings, corpus
+        self.facts = {"data": corpus.fingerprint}
 
     def batch(self, step: int) -> torch.Tensor:
         """Return the windows of `step`, int64 [batch, length + 1]."""
@@ -64,6 +65,7 @@ class RecallTask:
 
     def __init__(self, settings: Settings):
         self.settings = settings
+        self.facts: dict[str, Any] = {}
         self.vocab_size = settings.keys + settings.values
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:

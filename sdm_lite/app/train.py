@@ -13,9 +13,9 @@ from . import checkpoint, models, plots, tables
 from .files import make_folder, read_json
 from .mistakes import mistake
 from .progress import Board
-from .run import run_one
+from .run import build_task, run_one
 from .settings import MIXERS, TRAIN_PRESETS, Settings, choose, resume_settings
-from .side_by_side import INDEX, accounts_of, check_data, match_steps, run_side_by_side
+from .side_by_side import INDEX, accounts_of, flops_spread, match_steps, run_side_by_side
 from .trainer import METRICS, StopRequest, read_metrics
 
 COMMAND = "train"
@@ -47,12 +47,13 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 def _train_one(options: argparse.Namespace, given: dict[str, Any], out: Path, resume: bool, console: Console) -> int:
     settings = settings_for(COMMAND, TRAIN_PRESETS, options.preset or "small", options.preset, given, out, resume)
+    task = build_task(COMMAND, settings)
+    account = accounts_of({settings.mixer: settings})[settings.mixer]
     make_folder(COMMAND, "--out", out)
     models.use_threads(options.threads)
-    account = models.account(models.build(COMMAND, settings, 256), settings)
     tables.show_accounts(console, {settings.mixer: account}, {settings.mixer: settings.steps})
     with StopRequest() as stop, Board([settings.mixer], console) as board:
-        result = run_one(COMMAND, settings, out, board, stop, resume=resume, save_every=options.save_every)
+        result = run_one(COMMAND, task, out, board, stop, resume=resume, save_every=options.save_every)
     if result is None:
         say(console, f"stopped and saved; sdm-lite train --resume {out} continues")
         return stop.exit_code
@@ -80,8 +81,8 @@ def compare(
         wanted = {**given, "mixer": name}
         folder = out / name
         settings[name] = settings_for(COMMAND, TRAIN_PRESETS, preset, options.preset, wanted, folder, stored[name])
-    check_data(COMMAND, settings)
-    accounts = accounts_of(COMMAND, settings)
+    build_task(COMMAND, next(iter(settings.values())))  # a data mistake shows here, before any process starts
+    accounts = accounts_of(settings)
     if not any(stored.values()):
         settings = match_steps(settings, accounts)
     tables.show_accounts(console, accounts, {name: one.steps for name, one in settings.items()})
@@ -117,7 +118,8 @@ def caption_for(results: dict[str, dict[str, Any]]) -> str:
     caption = f"{tokens / 1e3:,.0f}k bytes of training, windows of {settings['length']}, seed {settings['seed']}."
     if len(results) > 1:
         bits = [result["bits_per_byte"] for result in results.values()]
-        caption += f" Equal FLOPs; held-out bits per byte lie within {max(bits) - min(bits):.3f}."
+        caption += f" Equal FLOPs (within {100 * flops_spread(results):.1f} %);"
+        caption += f" held-out bits per byte lie within {max(bits) - min(bits):.3f}."
     return caption
 
 

@@ -35,6 +35,9 @@ class Stopped(Exception):
 class Task(Protocol):
     """What is trained: batches as a function of the step, a loss, and what to measure at the end."""
 
+    #: what a resumed run must find again: it is stored with the checkpoint and compared
+    facts: dict[str, Any]
+
     def batch(self, step: int) -> Any:
         """Return the batch of `step`."""
 
@@ -99,8 +102,6 @@ class Trainer:
         For ``metrics.jsonl`` and the checkpoints.
     save_every : int
         Steps between checkpoints; 0: only at the end (and on Ctrl-C).
-    facts : dict
-        What else to store with a checkpoint, and to compare on resume (the data's fingerprint).
     """
 
     def __init__(
@@ -112,11 +113,9 @@ class Trainer:
         folder: Path,
         *,
         save_every: int = 0,
-        facts: dict[str, Any] | None = None,
     ):
         self.command, self.settings, self.task, self.model, self.folder = command, settings, task, model, folder
         self.save_every = save_every
-        self.facts = facts or {}
         self.optimizers = optim.build_optimizers(command, settings, model)
         self.step = 0
         self.elapsed = 0.0
@@ -135,7 +134,7 @@ class Trainer:
 
     def restore(self, found: checkpoint.Checkpoint) -> None:
         """Continue from `found`: parameters, optimisers, step and time; later metrics are dropped."""
-        for name, value in self.facts.items():
+        for name, value in self.task.facts.items():
             if found.record.get(name) != value:
                 expected = f"{found.record.get(name)!r}, as in the checkpoint"
                 raise mistake(self.command, f"--resume with {name}", expected, repr(value), "use the same data")
@@ -149,6 +148,8 @@ class Trainer:
     def train(self, stop: StopRequest, show: Callable[[dict[str, Any]], None]) -> bool:
         """Step until the end, saving on the way; return False when `stop` came first (saved then, too)."""
         self.model.train()
+        if self.progress < 1.0:
+            self._warm_up()
         if self.step == 0:
             _keep_metrics(self.folder / METRICS, 0)
         smooth: float | None = None
@@ -169,6 +170,15 @@ class Trainer:
             self.save()
         return not stop
 
+    def _warm_up(self) -> None:
+        """Run a step without taking it: kernels compile and libraries load now, not on the run's clock."""
+        self.task.loss(self.model, self.task.batch(self.step))[0].backward()
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
     def _one_step(self) -> dict[str, Any]:
         settings = self.settings
         progress = self.progress
@@ -182,8 +192,7 @@ class Trainer:
         if not math.isfinite(value):
             fix = "lower --learning-rate; the last checkpoint is untouched"
             raise mistake(self.command, f"loss at step {self.step + 1}", "a finite number", str(value), fix)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip).item()
         for optimizer in self.optimizers:
@@ -209,7 +218,7 @@ class Trainer:
             "decaying": self.decaying,
             "config": getattr(self.model, "config", {}),
             "settings": self.settings.to_json(),
-            **self.facts,
+            **self.task.facts,
         }
         tensors = optim.state_tensors(self.optimizers, self.model)
         checkpoint.save(self.folder, self.model.state_dict(), tensors, record, name)

@@ -23,22 +23,18 @@ def main(arguments: list[str] | None = None) -> int:
 
     from .files import read_json
     from .progress import Board
-    from .run import run_one
+    from .run import build_task, run_one
     from .settings import Settings
     from .trainer import StopRequest
 
     torch.set_num_threads(1)
     try:
         settings = Settings.from_json("worker", read_json("worker", options.folder / SETTINGS))
+        command = "recall" if settings.task == "recall" else "train"
+        task = build_task(command, settings)
         with StopRequest() as stop, Board([settings.mixer], Console(force_terminal=False)) as board:
             result = run_one(
-                settings.task if settings.task == "recall" else "train",
-                settings,
-                options.folder,
-                board,
-                stop,
-                resume=options.resume,
-                save_every=options.save_every,
+                command, task, options.folder, board, stop, resume=options.resume, save_every=options.save_every
             )
     except SdmError as error:
         print(error, file=sys.stderr)

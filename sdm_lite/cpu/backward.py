@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .compile import inlined, kernel
-from .forward import AHEAD, BLOCK, NARROW, decays, weighted_rows
+from .forward import AHEAD, BLOCK, CHUNK, NARROW, decays, longest, weighted_rows
 from .snapshot import decode
 from .vector import fma, load, mul, prefetch, splat, store, sub, total, zeros
 
@@ -43,59 +43,70 @@ class Partials(NamedTuple):
 
 @kernel
 def sparse_delta_backward(
-    lo, hi, tile_columns, group_columns, first, count, stride, row_start, table, grad, x, saved, dreadings, dvalues,
-    partials, per_slot,
+    lo, hi, tile_columns, group_columns, first, count, stride, row_start, table, grad, x, saved, codes, storage,
+    dreadings, dvalues, partials, per_slot,
 ):  # fmt: skip
-    """Run jobs [lo, hi); `table` holds the rows after the last token and ends as before the first, `grad` likewise."""
+    """Run jobs [lo, hi); `table` holds the rows after the last token and ends as before the first, `grad` likewise.
+
+    None for `codes` (the log's rows below float32) or `per_slot` leaves that branch out when compiling.
+    """
     width, writes, reads = table.shape[1], x.write_slots.shape[1], x.read_slots.shape[1]
     tiles = (width + tile_columns - 1) // tile_columns
     alpha, inverse = np.empty(writes, table.dtype), np.empty(writes, table.dtype)
     dk, dq = np.empty(writes, table.dtype), np.empty(reads, table.dtype)
     ddecay, dbeta = np.empty(x.log_decay.shape[1], table.dtype), np.empty(1, table.dtype)
-    decoded = np.empty((writes if saved.codes.shape[0] else 0, width), table.dtype)
+    decoded = None if codes is None else np.empty((writes, width), table.dtype)
     wide, narrow = zeros(table.dtype, BLOCK), zeros(table.dtype, NARROW)
-    for job in range(lo, hi):
-        lane = job // tiles
-        begin = (job % tiles) * tile_columns
-        tile_end = min(begin + tile_columns, width)
-        row0 = row_start[lane]
-        for t in range(count[lane] - 1, -1, -1):
-            token = first[lane] + t * stride
-            decays(x.log_decay, token, alpha)
-            _inverses(x, token, alpha, per_slot, inverse)
-            for w in range(decoded.shape[0]):
-                if saved.log_place[token, w] >= 0:
-                    decode(saved.codes[saved.log_place[token, w]], begin, tile_end, saved.storage, decoded[w])
-            for c0 in range(begin, tile_end, group_columns):
-                end = min(c0 + group_columns, tile_end)
-                sums = _zero(dk, ddecay, dbeta, dq)
-                c = c0
-                while c + BLOCK <= end:
-                    _block(c, wide, None, row0, token, table, grad, x, saved, decoded, dreadings, dvalues,
-                           alpha, inverse, sums, per_slot)  # fmt: skip
-                    c += BLOCK
-                while c + NARROW <= end:
-                    _block(c, narrow, None, row0, token, table, grad, x, saved, decoded, dreadings, dvalues,
-                           alpha, inverse, sums, per_slot)  # fmt: skip
-                    c += NARROW
-                if c < end:
-                    _block(c, narrow, end - c, row0, token, table, grad, x, saved, decoded, dreadings, dvalues,
-                           alpha, inverse, sums, per_slot)  # fmt: skip
-                part = 0 if tiles == 1 else c0 // group_columns
-                _put(partials.dwrite_weights[part, token], dk, tiles == 1 and c0 > 0)
-                _put(partials.dlog_decay[part, token], ddecay, tiles == 1 and c0 > 0)
-                _put(partials.dbeta[part, token], dbeta, tiles == 1 and c0 > 0)
-                _put(partials.dread_weights[part, token], dq, tiles == 1 and c0 > 0)
+    chunks = (longest(count, lo // tiles, hi // tiles) + CHUNK - 1) // CHUNK
+    for t0 in range((chunks - 1) * CHUNK, -1, -CHUNK):
+        for job in range(lo, hi):
+            lane = job // tiles
+            begin = (job % tiles) * tile_columns
+            tile_end = min(begin + tile_columns, width)
+            row0 = row_start[lane]
+            for t in range(min(t0 + CHUNK, count[lane]) - 1, t0 - 1, -1):
+                token = first[lane] + t * stride
+                decays(x.log_decay, token, alpha)
+                _inverses(x, token, alpha, per_slot, inverse)
+                if codes is not None:
+                    for w in range(writes):
+                        if saved.log_place[token, w] >= 0:
+                            decode(codes[saved.log_place[token, w]], begin, tile_end, storage, decoded[w])
+                for c0 in range(begin, tile_end, group_columns):
+                    end = min(c0 + group_columns, tile_end)
+                    sums = _zero(dk, ddecay, dbeta, dq)
+                    c = c0
+                    while c + BLOCK <= end:
+                        _block(c, wide, None, row0, token, table, grad, x, saved, decoded, dreadings, dvalues,
+                               alpha, inverse, sums, per_slot)  # fmt: skip
+                        c += BLOCK
+                    while c + NARROW <= end:
+                        _block(c, narrow, None, row0, token, table, grad, x, saved, decoded, dreadings, dvalues,
+                               alpha, inverse, sums, per_slot)  # fmt: skip
+                        c += NARROW
+                    if c < end:
+                        _block(c, narrow, end - c, row0, token, table, grad, x, saved, decoded, dreadings, dvalues,
+                               alpha, inverse, sums, per_slot)  # fmt: skip
+                    part = 0 if tiles == 1 else c0 // group_columns
+                    _put(partials.dwrite_weights[part, token], dk, tiles == 1 and c0 > 0)
+                    _put(partials.dlog_decay[part, token], ddecay, tiles == 1 and c0 > 0)
+                    _put(partials.dbeta[part, token], dbeta, tiles == 1 and c0 > 0)
+                    _put(partials.dread_weights[part, token], dq, tiles == 1 and c0 > 0)
 
 
 @inlined
 def _block(c, zero, n, row0, token, table, grad, x, saved, decoded, dreadings, dvalues, alpha, inverse, sums, per_slot):
+    _read(c, zero, n, row0, token, table, grad, x, load(dreadings, token, c, zero, n), sums[3])
+    if per_slot is None:
+        _write_shared(c, zero, n, row0, token, table, grad, x, saved, decoded, dvalues, alpha, inverse, sums)
+    else:
+        _write_per_slot(c, zero, n, row0, token, table, grad, x, saved, decoded, dvalues, alpha, inverse, sums)
+
+
+@inlined
+def _write_shared(c, zero, n, row0, token, table, grad, x, saved, decoded, dvalues, alpha, inverse, sums):
     dk, ddecay, dbeta, dq = sums
     beta = x.beta[token]
-    _read(c, zero, n, row0, token, table, grad, x, load(dreadings, token, c, zero, n), dq)
-    if per_slot:
-        _write_per_slot(c, zero, n, row0, token, table, grad, x, saved, decoded, dvalues, alpha, inverse, sums)
-        return
     ddelta = weighted_rows(grad, row0, x.write_slots, token, x.write_weights[token], c, zero, n)
     error = load(saved.error, token, c, zero, n)
     store(dvalues, token, c, mul(splat(beta, zero), ddelta), n)
@@ -169,7 +180,7 @@ def _read(c, zero, n, row0, token, table, grad, x, dy, dq):
 
 @inlined
 def _logged(saved, decoded, token, w, c, zero, n):
-    if saved.codes.shape[0]:
+    if decoded is not None:
         return load(decoded, np.int64(w), c, zero, n)
     return load(saved.log, np.int64(saved.log_place[token, w]), c, zero, n)
 
@@ -179,7 +190,7 @@ def _inverses(x, token, alpha, per_slot, inverse):
     """Set inverse[w] to what undoes the factor on the old row; infinite only where the plan logs the row."""
     for w in range(len(alpha)):
         factor = alpha[w]
-        if per_slot:
+        if per_slot is not None:
             factor *= alpha.dtype.type(1.0) - x.beta[token] * x.write_weights[token, w]
         inverse[w] = alpha.dtype.type(1.0) / factor
 

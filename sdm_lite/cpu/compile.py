@@ -17,7 +17,7 @@ def kernel(function):
     Where no folder can hold the cache the kernel works all the same, and one warning says that every
     process will compile anew.
     """
-    options = {"nogil": True, "error_model": "numpy"}
+    options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
     try:
         dispatcher = njit(cache=True, **options)(function)
     except RuntimeError as error:  # Numba's answer when neither __pycache__ nor the user's cache can be written
@@ -57,4 +57,6 @@ _DIGEST = _digest()
 
 def inlined(function):
     """Compile `function` into the kernels that call it."""
-    return njit(nogil=True, error_model="numpy", forceinline=True)(function)
+    return njit(
+        nogil=True, error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
+    )(function)

@@ -26,8 +26,9 @@ from .vector import fma, load, mul, prefetch, round_bf16, round_fp16, splat, sto
 
 BLOCK, NARROW = 64, 16  # columns of a full block, and of one in what D leaves over
 AHEAD = 4  # rows between a prefetch and its use
+CHUNK = 32  # tokens of one lane before the next lane: the lanes' tokens share pages of memory
 MOST_GROUPS = 8
-ROUND_NOT, ROUND_BF16, ROUND_FP16 = range(3)
+ROUND_BF16, ROUND_FP16 = 1, 2
 
 
 class Tokens(NamedTuple):
@@ -46,10 +47,8 @@ class Saved(NamedTuple):
     """What the forward keeps for the backward; arrays that are not needed have no rows."""
 
     error: np.ndarray  # [n, D], rule "shared"
-    log: np.ndarray  # [logged, D] in the compute dtype, or
-    codes: np.ndarray  # [logged, bytes] uint8
+    log: np.ndarray  # [logged, D] in the compute dtype
     log_place: np.ndarray  # [n, W] int32: row of the log, or -1
-    storage: int
 
 
 def group_width(width: int) -> int:
@@ -60,37 +59,41 @@ def group_width(width: int) -> int:
 
 @kernel
 def sparse_delta_forward(
-    lo, hi, tile_columns, first, count, stride, row_start, table, x, saved, readings, per_slot, rounding
+    lo, hi, tile_columns, first, count, stride, row_start, table, x, saved, codes, storage, readings, per_slot, rounding
 ):
-    """Run jobs [lo, hi); job = lane * tiles + tile, a tile being `tile_columns` wide."""
+    """Run jobs [lo, hi); job = lane * tiles + tile, a tile being `tile_columns` wide.
+
+    None for `codes` (the log's rows below float32), `per_slot` or `rounding` leaves that branch out when compiling.
+    """
     width, writes = table.shape[1], x.write_slots.shape[1]
     tiles = (width + tile_columns - 1) // tile_columns
     alpha, scaled = np.empty(writes, table.dtype), np.empty(writes, table.dtype)
     wide, narrow = zeros(table.dtype, BLOCK), zeros(table.dtype, NARROW)
-    for job in range(lo, hi):
-        lane = job // tiles
-        begin = (job % tiles) * tile_columns
-        end = min(begin + tile_columns, width)
-        row0 = row_start[lane]
-        for t in range(count[lane]):
-            token = first[lane] + t * stride
-            decays(x.log_decay, token, alpha)
-            for w in range(writes):
-                scaled[w] = alpha[w] * x.write_weights[token, w]
-            if saved.codes.shape[0]:
+    for t0 in range(0, longest(count, lo // tiles, hi // tiles), CHUNK):
+        for job in range(lo, hi):
+            lane = job // tiles
+            begin = (job % tiles) * tile_columns
+            end = min(begin + tile_columns, width)
+            row0 = row_start[lane]
+            for t in range(t0, min(t0 + CHUNK, count[lane])):
+                token = first[lane] + t * stride
+                decays(x.log_decay, token, alpha)
                 for w in range(writes):
-                    if saved.log_place[token, w] >= 0:
-                        row = table[row0 + x.write_slots[token, w]]
-                        encode(row, begin, end, saved.storage, saved.codes[saved.log_place[token, w]])
-            c = begin
-            while c + BLOCK <= end:
-                _block(c, wide, None, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
-                c += BLOCK
-            while c + NARROW <= end:
-                _block(c, narrow, None, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
-                c += NARROW
-            if c < end:
-                _block(c, narrow, end - c, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
+                    scaled[w] = alpha[w] * x.write_weights[token, w]
+                if codes is not None:
+                    for w in range(writes):
+                        if saved.log_place[token, w] >= 0:
+                            row = table[row0 + x.write_slots[token, w]]
+                            encode(row, begin, end, storage, codes[saved.log_place[token, w]])
+                c = begin
+                while c + BLOCK <= end:
+                    _block(c, wide, None, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
+                    c += BLOCK
+                while c + NARROW <= end:
+                    _block(c, narrow, None, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
+                    c += NARROW
+                if c < end:
+                    _block(c, narrow, end - c, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
 
 
 @inlined
@@ -98,7 +101,7 @@ def _block(c, zero, n, row0, token, table, x, saved, alpha, scaled, readings, pe
     """Write and read columns [c, c + lanes of zero) of one token; n as in vector.load."""
     value = load(x.values, token, c, zero, n)
     delta = value
-    if not per_slot:
+    if per_slot is None:
         error = sub(value, weighted_rows(table, row0, x.write_slots, token, scaled, c, zero, n))
         if saved.error.shape[0]:
             store(saved.error, token, c, error, n)
@@ -109,14 +112,12 @@ def _block(c, zero, n, row0, token, table, x, saved, alpha, scaled, readings, pe
         if saved.log.shape[0] and saved.log_place[token, w] >= 0:
             store(saved.log, np.int64(saved.log_place[token, w]), c, old, n)
         decayed = mul(splat(alpha[w], zero), old)
-        if per_slot:
-            new = fma(splat(x.beta[token] * weight, zero), sub(value, decayed), decayed)
-        else:
+        if per_slot is None:
             new = fma(splat(weight, zero), delta, decayed)
-        if rounding == ROUND_BF16:
-            new = round_bf16(new)
-        elif rounding == ROUND_FP16:
-            new = round_fp16(new)
+        else:
+            new = fma(splat(x.beta[token] * weight, zero), sub(value, decayed), decayed)
+        if rounding is not None:
+            new = round_bf16(new) if rounding == ROUND_BF16 else round_fp16(new)
         store(table, row, c, new, n)
     reading = weighted_rows(table, row0, x.read_slots, token, x.read_weights[token], c, zero, n)
     store(readings, token, c, reading, n)
@@ -131,6 +132,15 @@ def weighted_rows(table, row0, slots, token, weights, c, zero, n):
         prefetch(table, row0 + slots[token, min(w + AHEAD, last)], c, zero)
         total = fma(splat(weights[w], zero), load(table, row0 + slots[token, w], c, zero, n), total)
     return total
+
+
+@inlined
+def longest(count, lo, hi):
+    """Return the most tokens of the lanes from lo to hi, both included where they exist."""
+    most = np.int64(0)
+    for lane in range(lo, min(hi + 1, len(count))):
+        most = max(most, count[lane])
+    return most
 
 
 @inlined

@@ -21,7 +21,7 @@ import numpy as np
 
 from .compile import inlined, kernel
 
-#: scratch of one thread: keys of all entries of a stage; places found; keys of the found ones; and what sorting needs
+#: scratch of one thread: keys of a stage's entries, the places found, what these are sorted by, and the sort's own
 _Work = namedtuple("_Work", "keys found few order ranks spare bins")
 
 #: scratch lengths are multiples of this: the lanes of a vector times the unrolling of the loops
@@ -37,14 +37,13 @@ _NEWS = 0.1
 
 
 @inlined
-def padded(size):
-    """Return `size` rounded up to whole vectors."""
+def _padded(size):
     return (size + _PAD - 1) // _PAD * _PAD
 
 
 @inlined
 def _pad(keys, count, lowest):
-    for i in range(count, padded(count)):
+    for i in range(count, _padded(count)):
         keys[i] = lowest
 
 
@@ -68,7 +67,7 @@ def _order_keys(bits, start, count, lowest, minus_infinity, keys):
 def _count_from(keys, count, probe):
     """How many keys are >= probe; the sum has the keys' own width, so that it fills vectors."""
     total = keys.dtype.type(0)
-    for i in range(padded(count)):
+    for i in range(_padded(count)):
         total = keys.dtype.type(total + keys.dtype.type(keys[i] >= probe))
     return np.int64(total)
 
@@ -167,11 +166,11 @@ def _drop_ties(keys, threshold, k, found, m):
 @inlined
 def _count_greater(keys, count, ranks):
     """ranks[i] = how many keys are greater than keys[i]."""
-    for i in range(padded(count)):
+    for i in range(_padded(count)):
         ranks[i] = 0
     for j in range(0, (count + 3) // 4 * 4, 4):
         a, b, c, d = keys[j], keys[j + 1], keys[j + 2], keys[j + 3]
-        for i in range(padded(count)):
+        for i in range(_padded(count)):
             x = keys[i]
             greater = keys.dtype.type(a > x) + keys.dtype.type(b > x) + keys.dtype.type(c > x) + keys.dtype.type(d > x)
             ranks[i] += greater
@@ -260,26 +259,35 @@ def _to_rank_list(values, slots, length, lowest, work, list_values, list_slots):
         list_slots[i] = slots[place]
 
 
+def scratch(dtype, widths, starts, k):
+    """Return the arrays in which one thread works; `topk_rows` names their rows."""
+    longest = max(*widths.tolist(), *np.diff(starts).tolist(), k, 256)  # 256: the bins of the radix sort
+    room = -(-(longest + 1) // _PAD) * _PAD
+    floats = np.empty((7, room), dtype)
+    bits = floats.view(f"i{floats.itemsize}")
+    return floats, bits, np.empty((3, room), np.uint32), np.empty((4, room), np.int64), np.zeros((2 * widths.size, 2))
+
+
 @kernel
-def topk_rows(scores, bits, widths, k, pairs, starts, lowest, minus_infinity, longest, first, last, values_out, slots_out):
+def topk_rows(
+    scores, bits, widths, pairs, starts, lowest, minus_infinity, first, last, work_arrays, values_out, slots_out
+):
     """Select rows [first, last) into values_out and slots_out [n, k], slots ascending.
 
     scores, bits [n * sum(widths)] are the same memory as floats and as integers of their size; pairs
     [2, P] uint32 are the ranks to add, for factor f those in [starts[f - 1], starts[f]); lowest and
-    minus_infinity are the lowest integer and the key of -inf; longest is the most entries of a stage.
+    minus_infinity are the lowest integer and the key of -inf; work_arrays come from `scratch`.
     """
-    room = padded(longest + 1)
-    keys, few, ranks = np.empty(room, bits.dtype), np.empty(room, bits.dtype), np.empty(room, bits.dtype)
-    found, order, spare = np.empty(room, np.uint32), np.empty(room, np.uint32), np.empty(room, np.uint32)
-    work = _Work(keys, found, few, order, ranks, spare, np.empty(257, np.int64))
-    sum_bits = np.empty(room, bits.dtype)
-    sums = sum_bits.view(scores.dtype)
+    floats, integers, places, longs, hints = work_arrays
+    keys = integers[0]
+    found = places[0]
+    work = _Work(keys, found, integers[1], places[1], integers[2], places[2], longs[0])
+    sums, sum_bits = floats[3], integers[3]
     # the chosen by slot; and two rank lists, best first: all that is combined so far, and the factor to add
-    values, slots = np.empty(k, scores.dtype), np.empty(k, np.int64)
-    list_values, list_slots = np.empty((2, k), scores.dtype), np.empty((2, k), np.int64)
+    values, slots = floats[4], longs[1]
+    list_values, list_slots = floats[5:], longs[2:]
     stages = 2 * widths.size - 1
-    hints = np.zeros((stages, 2))
-    columns, worst = scores.size // slots_out.shape[0], scores.dtype.type(-np.inf)
+    k, columns, worst = slots_out.shape[1], scores.size // slots_out.shape[0], scores.dtype.type(-np.inf)
     for row in range(first, last):
         base, length = row * columns, np.int64(1)
         for stage in range(stages):

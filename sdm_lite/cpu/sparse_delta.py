@@ -13,9 +13,10 @@ import numpy as np
 from ..arrays import narrow_state, widen_state
 from ..rooms import DeltaGradients, DeltaInputs, DeltaOptions
 from . import backward, forward, plan, pool, snapshot
-from .forward import ROUND_BF16, ROUND_FP16, ROUND_NOT, Saved, Tokens
+from .forward import ROUND_BF16, ROUND_FP16, Saved, Tokens
 
 _ROUNDING = {"bfloat16": ROUND_BF16, "float16": ROUND_FP16}
+_PER_SLOT = {"shared": None, "per_slot": True}
 _SMALL = 1 << 16  # elements touched, below which waking other threads costs more than it gives
 
 
@@ -27,8 +28,8 @@ def sparse_delta_forward(
     compact = plan.compact(inputs.write_slots, inputs.read_slots, lanes, state.shape[-2])
     table = _gather(state, compact, lanes, options.state_dtype)
     inputs = inputs._replace(write_slots=compact.write_places, read_slots=compact.read_places)
-    saved = _saved(inputs, lanes, compact.row_start, options) if save else _nothing(inputs)
-    readings = _run_forward(inputs, options, lanes, compact.row_start, table, saved)
+    saved, codes = _plan(inputs, lanes, compact.row_start, options) if save else (_nothing(inputs), None)
+    readings = _run_forward(inputs, options, lanes, compact.row_start, table, saved, codes)
     final_state = None
     if final:
         sequences = len(lanes.first) // max(lanes.stride, 1)
@@ -38,7 +39,7 @@ def sparse_delta_forward(
     if not save:
         return readings, final_state, None
     kept = (table, compact.row_start, compact.row_slots, compact.write_places, compact.read_places)
-    log = saved.log if saved.storage == snapshot.NATIVE else saved.codes
+    log = saved.log if codes is None else codes
     return readings, final_state, (*kept, saved.error, log, saved.log_place)
 
 
@@ -76,8 +77,8 @@ def sparse_delta_backward(
     inputs = inputs._replace(write_slots=write_places, read_slots=read_places)
     x = _tokens(inputs)
     storage = _storage(options)
-    log, codes = (log, _NO_CODES) if storage == snapshot.NATIVE else (log[:0].view(table.dtype), log)
-    kept = Saved(error, log, codes, log_place, storage)
+    codes = None if storage == snapshot.NATIVE else log
+    kept = Saved(error, log if codes is None else table[:0], log_place)
 
     width = table.shape[1]
     tile_columns, threads = _tiles(inputs, lanes, storage)
@@ -89,12 +90,12 @@ def sparse_delta_backward(
     if not width:
         for partial in partials:
             partial[:] = 0
-    per_slot, flat_dreadings, flat_dvalues = options.rule == "per_slot", _flat(dreadings), _flat(dvalues)
+    flat_dreadings, flat_dvalues, per_slot = _flat(dreadings), _flat(dvalues), _PER_SLOT[options.rule]
 
     def job(lo: int, hi: int) -> None:
         backward.sparse_delta_backward(
             lo, hi, tile_columns, group_columns, lanes.first, lanes.count, lanes.stride, row_start, table, grad, x,
-            kept, flat_dreadings, flat_dvalues, partials, per_slot,
+            kept, codes, storage, flat_dreadings, flat_dvalues, partials, per_slot,
         )  # fmt: skip
 
     pool.run(_jobs(lanes, width, tile_columns), job, threads)
@@ -107,9 +108,6 @@ def sparse_delta_backward(
         dq.reshape(inputs.read_weights.shape),
         _state_gradient(grad, dfinal, compact, lanes, state_shape),
     )
-
-
-_NO_CODES = np.empty((0, 0), np.uint8)
 
 
 def _lanes(inputs: DeltaInputs, shared_state: bool) -> plan.Lanes:
@@ -133,13 +131,13 @@ def _storage(options: DeltaOptions) -> int:
 
 def _nothing(inputs: DeltaInputs) -> Saved:
     dtype, width, writes = inputs.values.dtype, inputs.values.shape[-1], inputs.write_slots.shape[-1]
-    return Saved(
-        np.empty((0, width), dtype), np.empty((0, width), dtype), _NO_CODES, np.empty((0, writes), np.int32), 0
-    )
+    return Saved(np.empty((0, width), dtype), np.empty((0, width), dtype), np.empty((0, writes), np.int32))
 
 
-def _saved(inputs: DeltaInputs, lanes: plan.Lanes, row_start: np.ndarray, options: DeltaOptions) -> Saved:
-    """Plan the log and allocate it once, at its exact size.
+def _plan(
+    inputs: DeltaInputs, lanes: plan.Lanes, row_start: np.ndarray, options: DeltaOptions
+) -> tuple[Saved, np.ndarray | None]:
+    """Plan the log and allocate it once, at its exact size; return it with its codes where it is not NATIVE.
 
     An inverted 16-bit row would be off by that dtype's rounding, so "hybrid" logs every row of a 16-bit state.
     """
@@ -150,13 +148,12 @@ def _saved(inputs: DeltaInputs, lanes: plan.Lanes, row_start: np.ndarray, option
     per_slot = options.rule == "per_slot"
     places, weights = inputs.write_slots, inputs.write_weights
     log_place, rows = plan.plan_log(places, weights, inputs.log_decay, inputs.beta, lanes, row_start, per_slot, tau)
-    return Saved(
-        error=nothing.error if per_slot else np.empty((inputs.beta.size, width), inputs.values.dtype),
-        log=np.empty((rows if storage == snapshot.NATIVE else 0, width), inputs.values.dtype),
-        codes=np.empty((0 if storage == snapshot.NATIVE else rows, snapshot.row_bytes(width, storage)), np.uint8),
-        log_place=_flat(log_place),
-        storage=storage,
-    )
+    saved = nothing._replace(log_place=_flat(log_place))
+    if not per_slot:
+        saved = saved._replace(error=np.empty((inputs.beta.size, width), inputs.values.dtype))
+    if storage == snapshot.NATIVE:
+        return saved._replace(log=np.empty((rows, width), inputs.values.dtype)), None
+    return saved, np.empty((rows, snapshot.row_bytes(width, storage)), np.uint8)
 
 
 def _tiles(inputs: DeltaInputs, lanes: plan.Lanes, storage: int) -> tuple[int, int]:
@@ -183,16 +180,17 @@ def _run_forward(
     row_start: np.ndarray,
     table: np.ndarray,
     saved: Saved,
+    codes: np.ndarray | None = None,
 ) -> np.ndarray:
-    readings = np.empty_like(inputs.values)
-    tile_columns, threads = _tiles(inputs, lanes, saved.storage)
-    x, flat_readings, per_slot = _tokens(inputs), _flat(readings), options.rule == "per_slot"
-    rounding = _ROUNDING.get(options.state_dtype, ROUND_NOT)
+    readings, storage = np.empty_like(inputs.values), _storage(options)
+    tile_columns, threads = _tiles(inputs, lanes, snapshot.NATIVE if codes is None else storage)
+    x, flat_readings, per_slot = _tokens(inputs), _flat(readings), _PER_SLOT[options.rule]
+    rounding = _ROUNDING.get(options.state_dtype)
 
     def job(lo: int, hi: int) -> None:
         forward.sparse_delta_forward(
-            lo, hi, tile_columns, lanes.first, lanes.count, lanes.stride, row_start, table, x, saved, flat_readings,
-            per_slot, rounding,
+            lo, hi, tile_columns, lanes.first, lanes.count, lanes.stride, row_start, table, x, saved, codes, storage,
+            flat_readings, per_slot, rounding,
         )  # fmt: skip
 
     pool.run(_jobs(lanes, table.shape[1], tile_columns), job, threads)

@@ -70,11 +70,8 @@ def gated_delta_rule(
 
     def blocks(x: Tensor) -> Tensor:
         """[B, T, H, ...] -> [B, H, blocks, chunk, ...]; the padding has beta = 0, log_decay = 0: it changes nothing."""
-        x = (
-            F.pad(x.transpose(1, 2).flatten(3), (0, 0, 0, extra))
-            if x.ndim == 4
-            else F.pad(x.transpose(1, 2), (0, extra))
-        )
+        padding = (0, extra) if x.ndim == 3 else (0, 0, 0, extra)
+        x = F.pad(x.transpose(1, 2), padding)
         return x.unflatten(2, (-1, chunk))
 
     q, k, v = blocks(q), blocks(k), blocks(values)
@@ -89,12 +86,14 @@ def gated_delta_rule(
     solved = torch.linalg.solve_triangular(overlap, both, upper=False, unitriangular=True)
     deltas, keys = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     attention = q @ k.transpose(-1, -2) * between
-    decayed_q, decayed_k = q * since_entry, k * between[..., -1, :, None]
+    decayed_q, decayed_k = q * since_entry, (k * between[..., -1, :, None]).transpose(-1, -2)
     readings = []
-    for i in range(k.shape[2]):
-        delta = deltas[:, :, i] - keys[:, :, i] @ state
-        readings.append(decayed_q[:, :, i] @ state + attention[:, :, i] @ delta)
-        state = since_entry[:, :, i, -1:] * state + decayed_k[:, :, i].transpose(-1, -2) @ delta
+    # unbind, not indexing: the backward of an index fills a tensor of the whole sequence for each chunk
+    parts = (x.unbind(2) for x in (deltas, keys, decayed_q, decayed_k, attention, since_entry[..., -1:, :]))
+    for delta, key, query, written, inner, decay in zip(*parts):
+        delta = delta - key @ state
+        readings.append(query @ state + inner @ delta)
+        state = decay * state + written @ delta
     return torch.cat(readings, dim=2)[:, :, :T].transpose(1, 2), state
 
 

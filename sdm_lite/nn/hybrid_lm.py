@@ -207,11 +207,21 @@ class HybridLM(nn.Module):
         ------
         DtypeError, ShapeError
         """
+        hand_back = state is not None if return_state is None else return_state
+        x, after = self.features(ids, state, return_state=hand_back, inplace=inplace)
+        return (self.logits(x), after) if hand_back else self.logits(x)
+
+    def features(
+        self, ids: Tensor, state: HybridState | None = None, *, return_state: bool = False, inplace: bool = False
+    ) -> tuple[Tensor, HybridState | None]:
+        """Return (the vectors [B, T, dim] that the head sees, the state or None), as :meth:`forward`.
+
+        With :meth:`logits` of a part of them, a loss on a few positions saves most of the head's work.
+        """
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise DtypeError(message("HybridLM", "ids", "integers", str(ids.dtype), "pass token ids"))
         if ids.ndim != 2:
             raise ShapeError(message("HybridLM", "ids", "[B, T]", str(list(ids.shape)), "add the batch axis"))
-        hand_back = state is not None if return_state is None else return_state
         state = state or HybridState()
         recent = ids.new_full((ids.shape[0], 3), -1).long() if state.recent is None else state.recent
         x = self.embedding(ids)
@@ -221,13 +231,14 @@ class HybridLM(nn.Module):
         after = []
         for index, block in enumerate(self.blocks):
             before = state.layers[index] if state.layers else None
-            x, one = block(x, before, hash_ids, hand_back, inplace)
+            x, one = block(x, before, hash_ids, return_state, inplace)
             after.append(one)
         x = self.norm(x)
-        logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
-        if not hand_back:
-            return logits
-        return logits, HybridState(after, torch.cat([recent, ids], dim=1)[:, -3:])
+        return x, HybridState(after, torch.cat([recent, ids], dim=1)[:, -3:]) if return_state else None
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Return logits [..., vocab_size] of features [..., dim]."""
+        return F.linear(features, self.embedding.weight) if self.head is None else self.head(features)
 
     def _hash_ids(self, ids: Tensor, recent: Tensor) -> Any:
         if self.hash_ids == "position":

@@ -84,9 +84,7 @@ def gradients(loss: torch.Tensor, leaves, **options) -> list[torch.Tensor]:
 def same_bits(got, want) -> bool:
     """Return whether two lists of tensors agree in dtype, shape and every bit."""
     pairs = list(zip(got, want, strict=True))
-    return all(
-        a.dtype == b.dtype and a.shape == b.shape and bytes(_raw(a)) == bytes(_raw(b)) for a, b in pairs
-    )
+    return all(a.dtype == b.dtype and a.shape == b.shape and bytes(_raw(a)) == bytes(_raw(b)) for a, b in pairs)
 
 
 def _raw(x: torch.Tensor):

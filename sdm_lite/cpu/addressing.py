@@ -1,0 +1,198 @@
+"""Addressing on the CPU: the doors of the product-key selection, its backward, and the hash control.
+
+Rows are independent: threads take ranges of them, and every row is computed alike in any range. The
+selection's kernels are in `select.py`. Same results, bit for bit, as `sdm_lite/reference/addressing.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from . import pool
+from .compile import inlined, kernel
+from .select import scratch, topk_rows
+
+#: below this many rows a second thread costs more than it saves
+_ROWS_FOR_THREADS = 32
+
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WORD = 0xFFFFFFFFFFFFFFFF
+
+
+def product_key_topk_forward(scores: np.ndarray, widths: Sequence[int], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the k slots with the greatest sums of one score per factor, ascending, and their sums.
+
+    slot(c_0, .., c_{F-1}) = (..(c_0 n_1 + c_1) n_2 + ..) n_{F-1} + c_{F-1},  sum = s_0[c_0] + .. + s_{F-1}[c_{F-1}]
+
+    Parameters
+    ----------
+    scores : array [n, sum(widths)], float32 or float64
+        The factors' scores side by side.
+    widths : sequence of int
+        Columns of each factor; their product is the number of slots, at most 2^31 - 1.
+    k : int
+        Slots to select, at most the number of slots.
+
+    Returns
+    -------
+    values : array [n, k], dtype of `scores`
+        The sums; NaN never, -inf instead.
+    slots : array [n, k], int32
+        Distinct, ascending.
+
+    Examples
+    --------
+    >>> scores = np.array([[1, 1, 0, 0, 0, -1]], dtype=np.float32)
+    >>> product_key_topk_forward(scores, (3, 3), 3)
+    (array([[1., 1., 1.]], dtype=float32), array([[0, 1, 3]], dtype=int32))
+    """
+    scores = np.ascontiguousarray(scores)
+    values, slots = np.empty((len(scores), k), scores.dtype), np.empty((len(scores), k), np.int32)
+    width_array, pairs, starts = _stages(tuple(widths), k)
+    integer = np.dtype(f"i{scores.itemsize}").type
+    lowest = np.iinfo(integer).min
+    minus_infinity = lowest - int(np.array(-np.inf, scores.dtype).view(integer))
+    flat, bits = scores.reshape(-1), scores.view(integer).reshape(-1)
+    keys_of = (integer(lowest), integer(minus_infinity))
+
+    def rows(first: int, last: int) -> None:
+        work = scratch(scores.dtype, width_array, starts, k)
+        topk_rows(flat, bits, width_array, pairs, starts, *keys_of, first, last, work, values, slots)
+
+    _over_rows(len(scores), rows)
+    return values, slots
+
+
+def product_key_topk_backward(dvalues: np.ndarray, slots: np.ndarray, widths: Sequence[int]) -> np.ndarray:
+    """Return the gradient of the scores: each selected sum's gradient goes to one column of each factor.
+
+    dscores[c_f(slot_i)] += dvalues_i for every factor f, in ascending order of i.
+
+    Parameters
+    ----------
+    dvalues : array [n, k], float32 or float64
+        Gradient of the selected sums.
+    slots : array [n, k], int32
+        The selected slots, as `product_key_topk_forward` returned them.
+    widths : sequence of int
+        Columns of each factor.
+
+    Returns
+    -------
+    array [n, sum(widths)], dtype of `dvalues`
+
+    Examples
+    --------
+    >>> product_key_topk_backward(np.array([[1.0, 2.0]]), np.array([[0, 1]], dtype=np.int32), (3, 3))
+    array([[3., 0., 0., 1., 2., 0.]])
+    """
+    dvalues, slots = np.ascontiguousarray(dvalues), np.ascontiguousarray(slots)
+    dscores = np.zeros((len(slots), sum(widths)), dvalues.dtype)
+    width_array = np.array(widths, np.int64)
+    _over_rows(len(slots), lambda first, last: _scatter_rows(dvalues, slots, width_array, first, last, dscores))
+    return dscores
+
+
+def hash_slots_forward(ids: np.ndarray, num_slots: int, k: int, seed: int) -> np.ndarray:
+    """Return k distinct slots per id, drawn from a hash of (id, seed): the control that ignores content.
+
+    The hash is defined in `sdm_lite/reference/addressing.py`: Floyd's sampling with splitmix64.
+
+    Parameters
+    ----------
+    ids : array [n], int64
+        Token ids or positions; any integers.
+    num_slots : int
+        Number of slots.
+    k : int
+        Slots per id, at most `num_slots`.
+    seed : int
+        Any integer; taken modulo 2^64.
+
+    Returns
+    -------
+    array [n, k], int32
+        Distinct, ascending.
+
+    Examples
+    --------
+    >>> hash_slots_forward(np.array([7, -7]), 100, 4, seed=0)
+    array([[ 0, 55, 86, 87],
+           [10, 42, 72, 97]], dtype=int32)
+    """
+    words = np.ascontiguousarray(ids, np.int64).view(np.uint64)
+    slots = np.empty((len(words), k), np.int32)
+    salt = np.uint64((int(seed) + _GOLDEN) & _WORD)
+    _over_rows(len(words), lambda first, last: _hash_rows(words, num_slots, salt, first, last, slots))
+    return slots
+
+
+def _over_rows(count: int, rows: Callable[[int, int], None]) -> None:
+    pool.run(count, rows, threads=None if count >= _ROWS_FOR_THREADS else 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _stages(widths: tuple[int, ...], k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return widths as an array, the staircases of all combinations, and where each starts.
+
+    Factor f joins the list of all before it by the rank pairs (i, j) with (i + 1) (j + 1) <= k; they are
+    columns starts[f - 1] to starts[f] of pairs [2, P].
+    """
+    starts, stairs = [0], [np.empty((2, 0), np.uint32)]
+    for f, width in enumerate(widths[1:], start=1):
+        first_length = min(k, math.prod(widths[:f]))
+        lengths = np.minimum(k // np.arange(1, first_length + 1), width)  # pairs (i, j) for each i
+        begin = np.cumsum(lengths) - lengths
+        i = np.repeat(np.arange(first_length), lengths)
+        stairs.append(np.stack([i, np.arange(len(i)) - begin[i]]).astype(np.uint32))
+        starts.append(starts[-1] + len(i))
+    return np.array(widths, np.int64), np.concatenate(stairs, axis=1), np.array(starts, np.int64)
+
+
+@kernel
+def _scatter_rows(dvalues, slots, widths, first, last, dscores):
+    for row in range(first, last):
+        for i in range(slots.shape[1]):
+            rest, stop = np.int64(slots[row, i]), dscores.shape[1]
+            for f in range(widths.size - 1, -1, -1):
+                width = widths[f]
+                dscores[row, stop - width + rest % width] += dvalues[row, i]
+                rest //= width
+                stop -= width
+
+
+@inlined
+def _mix(word):
+    """Finish a 64-bit word as splitmix64 does."""
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(_MIX_1)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(_MIX_2)
+    return word ^ (word >> np.uint64(31))
+
+
+@kernel
+def _hash_rows(words, num_slots, salt, first, last, slots):
+    """Draw each row's slots, keeping the row sorted: the draw to come is looked up by halving."""
+    k = slots.shape[1]
+    key = _mix(salt)
+    for row in range(first, last):
+        state = _mix(words[row] ^ key)
+        for j in range(k):
+            state += np.uint64(_GOLDEN)
+            top = num_slots - k + j
+            slot = np.int64(_mix(state) % np.uint64(top + 1))
+            low, high = 0, j
+            while low < high:
+                middle = (low + high) // 2
+                if slots[row, middle] < slot:
+                    low = middle + 1
+                else:
+                    high = middle
+            if low < j and slots[row, low] == slot:
+                low, slot = j, top  # drawn before: top instead, which is above all earlier draws
+            for i in range(j, low, -1):
+                slots[row, i] = slots[row, i - 1]
+            slots[row, low] = slot
