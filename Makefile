@@ -22,8 +22,9 @@ install: $(INSTALLED)
 # A stamp: the second run of a target installs nothing unless one of these two files has changed.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is " + sys.version)'
+	@echo 'installing into $(VENV): a few minutes the first time'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all]'
+	$(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt --editable '.[all]'
 	touch $@
 
 demo: $(INSTALLED)

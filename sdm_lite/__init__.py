@@ -7,7 +7,7 @@ and updated by the gated delta rule. The ops take and give NumPy arrays, torch t
 >>> import numpy as np, sdm_lite
 >>> values, slots = sdm_lite.product_key_topk(np.zeros((2, 8), np.float32), 3)
 >>> slots.tolist()
-[[0, 1, 4], [0, 1, 4]]
+[[0, 1, 2], [0, 1, 2]]
 """
 
 from .errors import BackendError, DeviceError, DtypeError, SdmError, ShapeError, SlotError, ValueRangeError

@@ -15,6 +15,7 @@ from .errors import DeviceError, DtypeError, message
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 INTEGERS = ("int32", "int64")
+IDS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")  # all that int64 holds
 _DLPACK_CPU = (1, 3)  # kDLCPU and pinned host memory
 
 
@@ -23,6 +24,8 @@ def kind_of(op: str, name: str, x: Any) -> str:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         return "torch"
+    if isinstance(x, np.ma.MaskedArray):
+        raise DtypeError(message(op, name, "an array without a mask", "a masked array", "pass x.filled(...)"))
     if isinstance(x, np.ndarray):
         return "numpy"
     tape = sys.modules.get("sdm_lite.autograd")
@@ -31,7 +34,7 @@ def kind_of(op: str, name: str, x: Any) -> str:
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(x, cupy.ndarray):
         return "cupy"
-    if hasattr(x, "__dlpack__") and hasattr(x, "shape"):
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return "dlpack"
     raise DtypeError(message(op, name, "an array", type(x).__name__, "pass numpy.asarray(...) or a tensor"))
 
@@ -56,6 +59,9 @@ def dtype_name(x: Any) -> str:
 
 def to_numpy(op: str, name: str, x: Any) -> np.ndarray:
     """Return a NumPy view of a NumPy, tape or DLPack array on the CPU, without a copy; bf16 is not viewed here."""
+    tape = sys.modules.get("sdm_lite.autograd")
+    if tape is not None and isinstance(x, tape.Tensor):
+        x = x.data
     if not isinstance(x, np.ndarray):
         check_on_cpu(op, name, x)
         try:
@@ -76,9 +82,8 @@ def check_on_cpu(op: str, name: str, x: Any) -> None:
         from . import rooms
 
         where = f"cuda:{number}" if int(device) in (2, 13) else f"DLPack device {int(device)}:{number}"
-        raise DeviceError(
-            message(op, name, "an array on the CPU", f"one on {where}", f"the cuda room: {rooms.backends()['cuda']}")
-        )
+        reason = rooms.backends()["cuda"]
+        raise DeviceError(message(op, name, "an array on the CPU", f"this array is on {where}", reason))
 
 
 def like(x: Any, kind: str, result: np.ndarray) -> Any:
@@ -92,7 +97,16 @@ def to_float(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return x, of any float dtype, C-contiguous in the compute dtype (without a copy where it is already)."""
     if x.dtype.name == "bfloat16":  # from ml_dtypes
         return widen_bf16(x.view(np.uint16)).astype(dtype, copy=False)
-    return np.ascontiguousarray(x, dtype=dtype)
+    with np.errstate(over="ignore"):  # a float64 log decay of -1e300 is a wipe in float32
+        return np.ascontiguousarray(x, dtype=dtype)
+
+
+def from_float(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return results of the compute dtype in the dtype of an input."""
+    if dtype.name == "bfloat16":  # from ml_dtypes
+        return narrow_bf16(x).view(dtype)
+    with np.errstate(over="ignore"):  # beyond float16's 65504 is inf, as torch has it
+        return x.astype(dtype, copy=False)
 
 
 def to_slots(x: np.ndarray) -> np.ndarray:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from . import arrays, rooms, validate
-from .errors import DeviceError, DtypeError, ValueRangeError, message
+from .errors import BackendError, DeviceError, DtypeError, ValueRangeError, message
 from .rooms import DeltaInputs, DeltaOptions
 
 __all__ = ["hash_slots", "product_key_topk", "sparse_delta_rule", "sparse_delta_rule_"]
@@ -53,13 +54,14 @@ def product_key_topk(scores: Any, k: int, *, factors: Any = None, backend: str |
     (array([1., 1., 1.], dtype=float32), array([0, 1, 3], dtype=int32))
     """
     op = "product_key_topk"
-    kind = arrays.kind_of(op, "scores", scores)
+    kind, given = arrays.kind_of(op, "scores", scores), scores
+    if kind == "dlpack":
+        scores = arrays.to_numpy(op, "scores", scores)
     validate.check_dtype(op, "scores", scores, arrays.FLOATS)
     if len(scores.shape) < 1:
         validate.check_shape(op, "scores", scores, (None,), "[..., columns]")
     widths = validate.factor_widths(op, scores.shape[-1], factors)
-    validate.check_topk(op, k, math.prod(widths))
-    k, name = int(k), _backend(op, kind, backend)
+    k, name = validate.check_topk(op, k, math.prod(widths)), _backend(op, kind, backend)
     if kind == "torch":
         from . import torch_bridge
 
@@ -74,8 +76,8 @@ def product_key_topk(scores: Any, k: int, *, factors: Any = None, backend: str |
     rows = arrays.to_float(array, compute).reshape(-1, array.shape[-1])
     values, slots = room.product_key_topk_forward(rows, widths, k)
     shape = (*array.shape[:-1], k)
-    values = values.reshape(shape).astype(array.dtype, copy=False)
-    return arrays.like(scores, kind, values), arrays.like(scores, kind, slots.reshape(shape))
+    values = arrays.from_float(values.reshape(shape), array.dtype)
+    return arrays.like(given, kind, values), arrays.like(given, kind, slots.reshape(shape))
 
 
 def hash_slots(ids: Any, num_slots: int, k: int, *, seed: int = 0, backend: str | None = None) -> Any:
@@ -83,7 +85,7 @@ def hash_slots(ids: Any, num_slots: int, k: int, *, seed: int = 0, backend: str 
 
     Parameters
     ----------
-    ids : array [...], int32 or int64
+    ids : array [...], integers of up to 64 bits (uint64 apart)
         Token ids or positions.
     num_slots, k : int
         Slots of the table and slots to draw, k <= num_slots.
@@ -102,20 +104,22 @@ def hash_slots(ids: Any, num_slots: int, k: int, *, seed: int = 0, backend: str 
     (3, 4)
     """
     op = "hash_slots"
-    kind = arrays.kind_of(op, "ids", ids)
-    validate.check_dtype(op, "ids", ids, arrays.INTEGERS)
+    kind, given = arrays.kind_of(op, "ids", ids), ids
+    if kind == "dlpack":
+        ids = arrays.to_numpy(op, "ids", ids)
+    validate.check_dtype(op, "ids", ids, arrays.IDS)
+    num_slots, seed = (validate.whole_number(op, name, n) for name, n in (("num_slots", num_slots), ("seed", seed)))
     if not 1 <= num_slots < 2**31:
         raise ValueRangeError(message(op, "num_slots", "1 to 2^31 - 1", str(num_slots), "pass the table's slots"))
-    validate.check_topk(op, k, num_slots)
-    name = _backend(op, kind, backend)
+    k, name = validate.check_topk(op, k, num_slots), _backend(op, kind, backend)
     if kind == "torch":
         from . import torch_bridge
 
-        return torch_bridge.hash_slots(ids, int(num_slots), int(k), int(seed), name)
-    array = ids.data if kind == "tape" else arrays.to_numpy(op, "ids", ids)
+        return torch_bridge.hash_slots(ids, num_slots, k, seed, name)
+    array = arrays.to_numpy(op, "ids", ids)
     flat = np.ascontiguousarray(array, dtype=np.int64).reshape(-1)
-    slots = rooms.room(name, op).hash_slots_forward(flat, int(num_slots), int(k), int(seed))
-    return arrays.like(ids, kind, slots.reshape(*array.shape, int(k)))
+    slots = rooms.room(name, op).hash_slots_forward(flat, num_slots, k, seed)
+    return arrays.like(given, kind, slots.reshape(*array.shape, k))
 
 
 def sparse_delta_rule(
@@ -199,15 +203,15 @@ def sparse_delta_rule(
     (array([1. , 1.5], dtype=float32), array([1. , 1.5], dtype=float32))
     """
     op = "sparse_delta_rule"
-    call = (values, write_slots, write_weights, log_decay, beta, read_slots, read_weights, initial_state, cu_seqlens)
-    kind = _delta_kind(op, call)
-    validate.check_delta(op, *call, in_place=False)
-    options = DeltaOptions(rule, restore, float(restore_tau), snapshot_dtype, arrays.dtype_name(initial_state))
+    given = (values, write_slots, write_weights, log_decay, beta, read_slots, read_weights, initial_state, cu_seqlens)
+    kind, (*call, initial_state, cu_seqlens) = _opened(op, given)
+    validate.check_delta(op, *call, initial_state, cu_seqlens, in_place=False)
+    tau = validate.real_number(op, "restore_tau", restore_tau)
+    options = DeltaOptions(rule, restore, tau, snapshot_dtype, arrays.dtype_name(initial_state))
     validate.check_options(op, options)
     name = _backend(op, kind, backend)
     if len(log_decay.shape) == 3:
-        log_decay = log_decay[..., None]
-    call = (values, write_slots, write_weights, log_decay, beta, read_slots, read_weights)
+        call[3] = call[3][..., None]
     if kind == "torch":
         from . import torch_bridge
 
@@ -217,15 +221,12 @@ def sparse_delta_rule(
     room = rooms.room(name, op)
     if kind == "tape":
         return _tape_delta(op, call, initial_state, cu_seqlens, options, check, output_final_state, room)
-    inputs = _canonical(op, call, cu_seqlens, options.state_dtype)
-    state = arrays.to_numpy(op, "initial_state", initial_state)
-    if check:
-        validate.check_delta_values(op, inputs, state.shape[-2])
-    readings, final, _ = room.sparse_delta_forward(inputs, arrays.state_bits(state), options, final=output_final_state)
-    readings = _readings_like(readings, arrays.to_numpy(op, "values", values).dtype)
+    inputs = _canonical(op, call, initial_state, cu_seqlens, check)
+    bits = arrays.state_bits(initial_state)
+    readings, final, _ = room.sparse_delta_forward(inputs, bits, options, final=output_final_state)
     if final is not None:
-        final = arrays.like(initial_state, kind, final.view(state.dtype))
-    return arrays.like(values, kind, readings), final
+        final = arrays.like(given[7], kind, final.view(initial_state.dtype))
+    return arrays.like(given[0], kind, arrays.from_float(readings, call[0].dtype)), final
 
 
 def sparse_delta_rule_(
@@ -271,37 +272,28 @@ def sparse_delta_rule_(
     (0.875, array([0.875, 0.   , 0.   , 0.   ], dtype=float32))
     """
     op = "sparse_delta_rule_"
-    call = (values, write_slots, write_weights, log_decay, beta, read_slots, read_weights, state, cu_seqlens)
-    kind = _delta_kind(op, call)
-    validate.check_delta(op, *call, in_place=True)
+    given = (values, write_slots, write_weights, log_decay, beta, read_slots, read_weights, state, cu_seqlens)
+    kind, (*call, state, cu_seqlens) = _opened(op, given)
+    validate.check_delta(op, *call, state, cu_seqlens, in_place=True)
     options = DeltaOptions(rule=rule, state_dtype=arrays.dtype_name(state))
     validate.check_options(op, options)
     name = _backend(op, kind, backend)
     if len(log_decay.shape) == 3:
-        log_decay = log_decay[..., None]
-    call = (values, write_slots, write_weights, log_decay, beta, read_slots, read_weights)
+        call[3] = call[3][..., None]
     if kind == "torch":
         from . import torch_bridge
 
         return torch_bridge.sparse_delta_rule_(*call, state, cu_seqlens, options, check, name)
     if kind == "tape":
-        raise DtypeError(
-            message(
-                op,
-                "state",
-                "NumPy arrays: this form has no gradient",
-                "a tape Tensor",
-                "use sparse_delta_rule, or .data",
-            )
-        )
+        expected = "NumPy arrays: this form has no gradient"
+        raise DtypeError(message(op, "state", expected, "a tape Tensor", "use sparse_delta_rule, or .data"))
     room = rooms.room(name, op)
-    inputs = _canonical(op, call, cu_seqlens, options.state_dtype)
-    table = arrays.to_numpy(op, "state", state)
-    check_writable(op, table)
-    if check:
-        validate.check_delta_values(op, inputs, table.shape[-2])
-    readings = room.sparse_delta_update(inputs, arrays.state_bits(table), options)
-    return arrays.like(values, kind, _readings_like(readings, arrays.to_numpy(op, "values", values).dtype))
+    check_writable(op, state)
+    # an input that lies in the state would change under the kernel's hands
+    apart = [x.copy() if np.may_share_memory(x, state) else x for x in call]
+    inputs = _canonical(op, apart, state, cu_seqlens, check)
+    readings = room.sparse_delta_update(inputs, arrays.state_bits(state), options)
+    return arrays.like(given[0], kind, arrays.from_float(readings, call[0].dtype))
 
 
 def check_writable(op: str, table: np.ndarray) -> None:
@@ -318,46 +310,51 @@ def check_writable(op: str, table: np.ndarray) -> None:
         reach = stride * size
 
 
-def _delta_kind(op: str, call: tuple) -> str:
-    names = ("values", "write_slots", "write_weights", "log_decay", "beta", "read_slots", "read_weights", "state")
-    return arrays.common_kind(op, dict(zip((*names, "cu_seqlens"), call)))
+def _state_name(op: str) -> str:
+    return "state" if op.endswith("_") else "initial_state"
+
+
+def _opened(op: str, call: tuple) -> tuple[str, list]:
+    """Return the kind of a sparse delta call and its arrays, NumPy views of those of a foreign DLPack kind."""
+    names = (*DeltaInputs._fields[:7], _state_name(op), "cu_seqlens")
+    named = dict(zip(names, call))
+    kind = arrays.common_kind(op, named)
+    if kind == "dlpack":
+        named = {name: x if x is None else arrays.to_numpy(op, name, x) for name, x in named.items()}
+    return kind, list(named.values())
 
 
 def _backend(op: str, kind: str, backend: str | None) -> str:
     if kind == "cupy":
         reason = rooms.backends()["cuda"]
-        raise DeviceError(message(op, "arrays", "arrays on the CPU", "CuPy arrays", f"the cuda room: {reason}"))
+        raise DeviceError(message(op, "arrays", "arrays on the CPU", "CuPy arrays", reason))
+    if not isinstance(backend, (str, type(None))):
+        raise BackendError(message(op, "backend", "a room's name or None", repr(backend), "see sdm_lite.backends()"))
     return "cpu" if backend is None else backend
 
 
-def _canonical(op: str, call: tuple, cu_seqlens: Any, state_dtype: str) -> DeltaInputs:
-    """Return the seven arrays as DeltaInputs: contiguous, int32 slots, floats in the compute dtype."""
-    compute = np.dtype(np.float64 if state_dtype == "float64" else np.float32)
-    names = DeltaInputs._fields
-    named = {name: arrays.to_numpy(op, name, x) for name, x in zip(names, call)}
+def _canonical(op: str, call: Sequence, state: Any, cu_seqlens: Any, check: bool) -> DeltaInputs:
+    """Return the seven arrays as DeltaInputs (contiguous, int32 slots, floats in the compute dtype), checked."""
+    table = arrays.to_numpy(op, _state_name(op), state)
+    compute = np.dtype(np.float64 if table.dtype == np.float64 else np.float32)
+    named = {name: arrays.to_numpy(op, name, x) for name, x in zip(DeltaInputs._fields, call)}
     ready = {
         name: arrays.to_slots(x) if name.endswith("slots") else arrays.to_float(x, compute) for name, x in named.items()
     }
     if cu_seqlens is not None:
         cu_seqlens = np.ascontiguousarray(arrays.to_numpy(op, "cu_seqlens", cu_seqlens), dtype=np.int64)
         validate.check_cu_seqlens(op, cu_seqlens, ready["values"].shape[1])
-    return DeltaInputs(**ready, cu_seqlens=cu_seqlens)
+    inputs = DeltaInputs(**ready, cu_seqlens=cu_seqlens)
+    if check:
+        validate.check_delta_values(op, inputs, table.shape[-2])
+    return inputs
 
 
 def _tape_delta(
-    op: str, call: tuple, state: Any, cu_seqlens: Any, options: DeltaOptions, check: bool, final: bool, room: Any
+    op: str, call: list, state: Any, cu_seqlens: Any, options: DeltaOptions, check: bool, final: bool, room: Any
 ) -> tuple[Any, Any]:
     from .autograd import Tensor, memory_ops
 
-    plain = tuple(x.data if isinstance(x, Tensor) else x for x in call)
-    inputs = _canonical(op, plain, cu_seqlens, options.state_dtype)
-    if check:
-        validate.check_delta_values(op, inputs, state.shape[-2])
+    inputs = _canonical(op, call, state, cu_seqlens, check)
     mixed = inputs._replace(**{name: x for name, x in zip(DeltaInputs._fields, call) if isinstance(x, Tensor)})
     return memory_ops.tape_sparse_delta_rule(mixed, state, options, room, final)
-
-
-def _readings_like(readings: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    if dtype.name == "bfloat16":  # from ml_dtypes
-        return arrays.narrow_bf16(readings).view(dtype)
-    return readings.astype(dtype, copy=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,36 +29,45 @@ def check_shape(op: str, name: str, x: Any, expected: tuple, letters: str) -> No
         raise ShapeError(message(op, name, f"shape {letters} = [{sizes}]", str(list(shape)), "reshape or transpose it"))
 
 
+def whole_number(op: str, name: str, value: Any) -> int:
+    """Return an argument that counts something as an int, or raise DtypeError: no bool, no float, no array."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise DtypeError(message(op, name, "a whole number", f"{value!r:.40} ({type(value).__name__})", "pass an int"))
+    return int(value)
+
+
 def factor_widths(op: str, width: int, factors: Any) -> tuple[int, ...]:
     """Return the factors' widths: two equal ones by default, F equal ones for an int F."""
-    if factors is None:
-        factors = 2
-    if isinstance(factors, int):
-        if factors < 1 or width % factors:
-            raise ShapeError(
-                message(
-                    op, "scores", f"a last axis of {factors} equal factors", str(width), "pass factors=(n_0, n_1, ...)"
-                )
-            )
-        return (width // factors,) * factors
-    widths = tuple(int(n) for n in factors)
-    if not widths or min(widths) < 1 or sum(widths) != width:
-        raise ShapeError(
-            message(op, "factors", f"positive widths that add up to {width}", str(widths), "give one width per factor")
-        )
+    if isinstance(factors, Iterable) and not isinstance(factors, str):
+        widths = tuple(whole_number(op, "factors", n) for n in factors)
+        if not widths or min(widths) < 1 or sum(widths) != width:
+            expected = f"positive widths that add up to {width}"
+            raise ShapeError(message(op, "factors", expected, str(widths), "give one width per factor"))
+    else:
+        count = 2 if factors is None else whole_number(op, "factors", factors)
+        if count < 1 or width < 1 or width % count:
+            expected = f"a last axis of {count} equal factors"
+            raise ShapeError(message(op, "scores", expected, str(width), "pass factors=(n_0, n_1, ...)"))
+        widths = (width // count,) * count
     if math.prod(widths) > _INT32_MAX:
-        raise ValueRangeError(
-            message(op, "factors", "fewer than 2^31 slots", str(math.prod(widths)), "narrow the factors")
-        )
+        got = f"{math.prod(widths)} slots of factors {widths}"
+        raise ValueRangeError(message(op, "factors", "fewer than 2^31 slots", got, "narrow the factors"))
     return widths
 
 
-def check_topk(op: str, k: int, num_slots: int) -> None:
-    """Raise unless 1 <= k <= num_slots."""
-    if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
-        raise DtypeError(message(op, "k", "a whole number", type(k).__name__, "pass an int"))
+def check_topk(op: str, k: Any, num_slots: int) -> int:
+    """Return k as an int, or raise unless it is a whole number from 1 to num_slots."""
+    k = whole_number(op, "k", k)
     if not 1 <= k <= num_slots:
         raise ValueRangeError(message(op, "k", f"1 to {num_slots} slots", str(k), "lower k or widen the factors"))
+    return k
+
+
+def real_number(op: str, name: str, value: Any) -> float:
+    """Return an argument as a float, or raise DtypeError."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise DtypeError(message(op, name, "a number", f"{value!r:.40} ({type(value).__name__})", "pass a float"))
+    return float(value)
 
 
 def check_options(op: str, options: DeltaOptions) -> None:
@@ -69,7 +78,7 @@ def check_options(op: str, options: DeltaOptions) -> None:
         ("snapshot_dtype", (None, "bf16", "fp8", "int4")),
     ):
         value = getattr(options, name)
-        if value not in allowed:
+        if not isinstance(value, (str, type(None))) or value not in allowed:
             raise ValueRangeError(message(op, name, f"one of {list(allowed)}", repr(value), "name one of these"))
     if not 0 <= options.restore_tau < math.inf:
         raise ValueRangeError(
@@ -105,6 +114,7 @@ def check_delta(
     check_shape(op, "beta", beta, token, "[B, T, H]")
     check_shape(op, "read_slots", read_slots, (*token, None), "[B, T, H, R]")
     check_shape(op, "read_weights", read_weights, (*token, read_slots.shape[3]), "[B, T, H, R]")
+    state_name = "state" if in_place else "initial_state"
     sequences = batch
     if cu_seqlens is not None:
         check_shape(op, "cu_seqlens", cu_seqlens, (None,), "[S + 1]")
@@ -116,14 +126,14 @@ def check_delta(
     if len(state.shape) == 3 and not in_place:  # one initial memory, shared by the sequences
         check_shape(op, "initial_state", state, (heads, None, width), "[H, N, D]")
     else:
-        name = "state" if in_place else "initial_state"
-        check_shape(op, name, state, (sequences, heads, None, width), "[B, H, N, D]")
+        check_shape(op, state_name, state, (sequences, heads, None, width), "[B, H, N, D]")
     if state.shape[-2] > _INT32_MAX:
-        raise ValueRangeError(message(op, "state", "fewer than 2^31 slots", str(state.shape[-2]), "use more heads"))
+        got = str(state.shape[-2])
+        raise ValueRangeError(message(op, state_name, "fewer than 2^31 slots", got, "use more heads"))
     for name, x in (("write_slots", write_slots), ("read_slots", read_slots)):
         check_dtype(op, name, x, INTEGERS)
     floats = {"values": values, "write_weights": write_weights, "log_decay": log_decay, "beta": beta}
-    for name, x in (floats | {"read_weights": read_weights, "state": state}).items():
+    for name, x in (floats | {"read_weights": read_weights, state_name: state}).items():
         check_dtype(op, name, x, FLOATS)
 
 

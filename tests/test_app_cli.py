@@ -97,8 +97,9 @@ def test_resume_finds_its_folder_and_settings(trained, tmp_path, capsys):
 
 def test_interrupted_run_saves_and_continues(data, tmp_path):
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "sdm_lite.app.cli", "train", "--data", data, *TINY, "--out", str(out)]
-    process = subprocess.Popen([*command, "--steps", "100000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    command = [sys.executable, "-m", "sdm_lite.app.cli", "train", "--data", data, *TINY, "--mixer", "gdn"]
+    command += ["--steps", "100000", "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     deadline = time.monotonic() + 120
     while len(read_metrics(out / "metrics.jsonl")) < 3:
         assert time.monotonic() < deadline and process.poll() is None

@@ -114,7 +114,7 @@ def test_example_runs(example, tmp_path):
     assert len(example.read_text().splitlines()) <= 60
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
     command = [sys.executable, str(example)]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip(), "an example says what it found"
 

@@ -41,15 +41,16 @@ MODELS = {
 
 def build(name):
     torch.manual_seed(0)
-    return HybridLM(VOCAB, 16, **{**SIZES, **MODELS[name]}).eval()
+    # float64: in float32 the rounding of other product sizes could, rarely, select another slot
+    return HybridLM(VOCAB, 16, **{**SIZES, **MODELS[name]}).eval().double()
 
 
 def prompt(batch, tokens, seed=1):
     return torch.randint(VOCAB, (batch, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-# products of other sizes round differently (1e-7 a term), and a few layers and norms enlarge that
-CLOSE = {"rtol": 1e-3, "atol": 1e-5}
+# rotary angles are float32 (1e-7), in vectors of other lengths
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 
 def test_the_mixer_is_every_fourth_layer():
@@ -63,7 +64,7 @@ def test_the_mixer_is_every_fourth_layer():
 def test_config_rebuilds_the_model_through_json(name):
     model = build(name)
     twin = HybridLM(**json.loads(json.dumps(model.config)))
-    twin.load_state_dict(model.state_dict(), strict=True)
+    twin.eval().double().load_state_dict(model.state_dict(), strict=True)
     ids = prompt(2, 9)
     assert torch.equal(twin(ids), model(ids)) and twin.config == model.config
     assert torch.equal(copy.deepcopy(model)(ids), model(ids))

@@ -399,15 +399,15 @@ def test_other_devices_are_refused():
 # ---- torch's own contract ----------------------------------------------------------------------------------------
 
 
-def operands(*, final, save, grad, **changes):
-    named = tensors(make_case("packed", **changes), grad=grad)
+def operands(*, final, save, grad):
+    named = tensors(make_case("packed"), grad=grad)
     return (*named.values(), "reference", "shared", "hybrid", 2.3, None, True, final, save)
 
 
-@pytest.mark.parametrize("final", [False, True])
-@pytest.mark.parametrize("save", [False, True])
-def test_opcheck_delta(save, final):
-    torch.library.opcheck(torch_bridge_ops.sparse_delta_rule, operands(final=final, save=save, grad=save))
+@pytest.mark.parametrize("training", [False, True])
+def test_opcheck_delta(training):
+    call = operands(final=training, save=training, grad=training)
+    torch.library.opcheck(torch_bridge_ops.sparse_delta_rule, call)
 
 
 def test_opcheck_delta_backward_and_update():

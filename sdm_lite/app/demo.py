@@ -11,13 +11,17 @@ from rich.console import Console
 
 from . import recall, tables, train
 from .files import make_folder, write_json
+from .mistakes import mistake
 
 MIXERS = "sdm,gdn"
+PRESETS = ("demo", "tiny")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Run both demos into ``--out``, over an earlier demo; return the exit code."""
     started = time.monotonic()
+    if options.preset not in PRESETS:
+        raise mistake("demo", "--preset", " or ".join(PRESETS), repr(options.preset), "name one of these")
     out = make_folder("demo", "--out", Path(options.out or "runs/demo"))
     for part in ("text", "recall"):
         shutil.rmtree(out / part, ignore_errors=True)

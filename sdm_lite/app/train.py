@@ -14,7 +14,7 @@ from .files import make_folder, read_json
 from .mistakes import mistake
 from .progress import Board
 from .run import build_task, run_one
-from .settings import MIXERS, TRAIN_PRESETS, Settings, choose, resume_settings
+from .settings import ENDS, MIXERS, TRAIN_PRESETS, Settings, choose, resume_settings
 from .side_by_side import INDEX, accounts_of, flops_spread, match_steps, run_side_by_side
 from .trainer import METRICS, StopRequest, read_metrics
 
@@ -157,7 +157,9 @@ def settings_for(
     if not resume:
         return fresh
     stored = checkpoint.load(command, folder).record.get("settings", {})
-    wanted = {**(presets[preset] if named else {}), **given}
+    # a preset that was named again must be the same in all that presets decide
+    decided = {name for one in presets.values() for name in one if name not in ENDS} if named else set()
+    wanted = {**{name: getattr(fresh, name) for name in decided}, **given}
     return resume_settings(command, stored, wanted)
 
 

@@ -55,7 +55,7 @@ def sparse_delta_backward(
     alpha, inverse = np.empty(writes, table.dtype), np.empty(writes, table.dtype)
     dk, dq = np.empty(writes, table.dtype), np.empty(reads, table.dtype)
     ddecay, dbeta = np.empty(x.log_decay.shape[1], table.dtype), np.empty(1, table.dtype)
-    decoded = None if codes is None else np.empty((writes, width), table.dtype)
+    decoded = np.empty((0 if codes is None else writes, width), table.dtype)
     wide, narrow = zeros(table.dtype, BLOCK), zeros(table.dtype, NARROW)
     chunks = (longest(count, lo // tiles, hi // tiles) + CHUNK - 1) // CHUNK
     for t0 in range((chunks - 1) * CHUNK, -1, -CHUNK):
@@ -180,7 +180,7 @@ def _read(c, zero, n, row0, token, table, grad, x, dy, dq):
 
 @inlined
 def _logged(saved, decoded, token, w, c, zero, n):
-    if decoded is not None:
+    if decoded.shape[0]:
         return load(decoded, np.int64(w), c, zero, n)
     return load(saved.log, np.int64(saved.log_place[token, w]), c, zero, n)
 

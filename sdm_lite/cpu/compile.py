@@ -57,6 +57,6 @@ _DIGEST = _digest()
 
 def inlined(function):
     """Compile `function` into the kernels that call it."""
-    return njit(
-        nogil=True, error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
-    )(function)
+    return njit(nogil=True, error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(
+        function
+    )

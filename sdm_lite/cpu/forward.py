@@ -93,7 +93,9 @@ def sparse_delta_forward(
                     _block(c, narrow, None, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
                     c += NARROW
                 if c < end:
-                    _block(c, narrow, end - c, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
+                    _block(
+                        c, narrow, end - c, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding
+                    )
 
 
 @inlined

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def flops_per_token(model: HybridLM | Mapping[str, Any], *, context: int = 1024)
     """
     model = _model(model)
     counts = {"projections": 0, "state": 0, "mlp": 0, "head": 2 * model.embedding.weight.numel()}
-    for block in model.blocks:
+    for block in _blocks(model):
         for part, count in block.mixer.flops_per_token(context).items():
             counts[part] += count
         if block.mlp is not None:
@@ -49,7 +49,7 @@ def state_elements(model: HybridLM | Mapping[str, Any], *, context: int = 1024) 
     "access": recurrent elements that one token addresses, (W + R) D or d_qk d_v per head.
     """
     counts = {"recurrent": 0, "cache": 0, "access": 0}
-    for block in _model(model).blocks:
+    for block in _blocks(_model(model)):
         kind = "cache" if block.kind in ("swa", "full") else "recurrent"
         counts[kind] += block.mixer.state_elements(context)
         if hasattr(block.mixer, "state_access"):
@@ -73,6 +73,10 @@ def parameter_counts(model: HybridLM | Mapping[str, Any]) -> dict[str, int]:
             part = "memory" if name.endswith(".mixer.memory") else "backbone"
         counts[part] += parameter.numel()
     return {**counts, "total": sum(counts.values())}
+
+
+def _blocks(model: HybridLM) -> Iterable[Any]:
+    return model.blocks
 
 
 def _model(model: HybridLM | Mapping[str, Any]) -> HybridLM:

@@ -67,7 +67,7 @@ class _Attention(nn.Module):
         )
         if self.rope:
             q, k = rotate(q, state.position), rotate(k, state.position)
-        if state.keys is not None:
+        if state.keys is not None and state.values is not None:
             k = torch.cat([state.keys.to(k.dtype), k], dim=2)
             v = torch.cat([state.values.to(v.dtype), v], dim=2)
         y = self._attend(q, k, v).transpose(1, 2).flatten(2) if x.shape[1] else x
@@ -92,7 +92,7 @@ class _Attention(nn.Module):
 
     def flops_per_token(self, context: int = 0) -> dict[str, int]:
         """Return multiply-adds times two per token: {"projections", "state"}, the average over `context` tokens."""
-        weights = sum(m.weight.numel() for m in self.children())
+        weights = sum(p.numel() for p in self.parameters())
         return {"projections": 2 * weights, "state": 4 * self._seen(context) * self.dim}
 
     def state_elements(self, context: int = 0) -> int:
@@ -128,7 +128,7 @@ class SlidingWindowAttention(_Attention):
         self.window = window
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        T, w, cached = q.shape[2], self.window, k.shape[2] - q.shape[2]
+        T, w, cached = q.shape[2], int(self.window or 0), k.shape[2] - q.shape[2]
         if T <= w:  # one block, without padding it: decoding, short sequences
             return self._sdpa(q, k, v, None if T == 1 else _band(T, k.shape[2], w, q.device))
         blocks = -(-T // w)

@@ -49,7 +49,7 @@ class Block(nn.Module):
         extra = {"ids": ids} if self.kind == "sdm" else {}
         y, state = self.mixer(self.mixer_norm(x), state, return_state=return_state, inplace=inplace, **extra)
         x = x + y
-        return (x if self.mlp is None else x + self.mlp(self.mlp_norm(x))), state
+        return (x if self.mlp is None or self.mlp_norm is None else x + self.mlp(self.mlp_norm(x))), state
 
 
 class NgramEmbedding(nn.Module):
@@ -69,14 +69,11 @@ class NgramEmbedding(nn.Module):
         """Return [B, T, dim] of ids [B, T] that follow `recent` [B, 3] (-1 where no token was)."""
         T, before = ids.shape[1], recent.shape[1]
         ids = torch.cat([recent, ids], dim=1) + 1
-        total: Tensor | None = None
-        hashed = torch.zeros_like(ids[:, before:])
-        for back in range(max(self.lengths)):
+        hashed, rows = ids[:, before:], []
+        for index, length in enumerate(self.lengths):
+            start = before - (length - 1)
             # a polynomial in an odd constant, modulo 2^64
-            hashed = hashed * 0x5851F42D4C957F2D + ids[:, before - back : before - back + T]
-            if back + 1 in self.lengths:
-                offset = self.lengths.index(back + 1) * self.buckets
-                # the high bits depend on all of the tokens, the low ones on the last few bits of each
-                rows = self.table(((hashed >> 24) % self.buckets) + offset)
-                total = rows if total is None else total + rows
-        return total
+            hashed = hashed * 0x5851F42D4C957F2D + ids[:, start : start + T]
+            # the high bits depend on all of the tokens, the low ones on the last few bits of each
+            rows.append((hashed >> 24) % self.buckets + index * self.buckets)
+        return self.table(torch.stack(rows, dim=-1)).sum(-2)

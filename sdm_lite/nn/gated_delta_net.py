@@ -195,7 +195,8 @@ class GatedDeltaNet(nn.Module):
         if x.ndim != 3 or x.shape[-1] != self.dim:
             expected = f"[B, T, {self.dim}]"
             raise ShapeError(message("GatedDeltaNet", "x", expected, str(list(x.shape)), "pass a batch of vectors"))
-        hand_back, state, taps = wants_state(self, state, return_state), state or MixerState(), {}
+        hand_back, state = wants_state(self, state, return_state), state or MixerState()
+        taps: dict[str, Tensor] = {}
         q = convolve(self.convs, "query", self.q_proj(x), state, taps)
         k = convolve(self.convs, "key", self.k_proj(x), state, taps)
         v = convolve(self.convs, "value", self.v_proj(x), state, taps)
@@ -212,8 +213,7 @@ class GatedDeltaNet(nn.Module):
 
     def flops_per_token(self, context: int = 0) -> dict[str, int]:
         """Return multiply-adds times two per token, of the recurrence token by token: {"projections", "state"}."""
-        weights = sum(m.weight.numel() for m in self.children() if isinstance(m, nn.Linear))
-        weights += sum(conv.weight.numel() for conv in self.convs.values())
+        weights = sum(p.numel() for p in self.parameters() if p.ndim > 1)
         return {"projections": 2 * weights, "state": 2 * 3 * self.state_elements()}
 
     def state_access(self) -> int:

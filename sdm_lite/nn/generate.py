@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ShapeError, ValueRangeError, message
+
+if TYPE_CHECKING:
+    from .hybrid_lm import HybridLM
 
 _NAME = "generate"
 
 
 def generate(
-    model: nn.Module,
+    model: HybridLM,
     ids: Tensor,
     max_new_tokens: int,
     *,
@@ -67,7 +70,7 @@ def generate(
 
 
 def stream_tokens(
-    model: nn.Module,
+    model: HybridLM,
     ids: Tensor,
     max_new_tokens: int,
     *,
@@ -94,7 +97,7 @@ def stream_tokens(
 
 
 def _stream(
-    model: nn.Module, ids: Tensor, count: int, temperature: float, top_k: int | None, seed: int | None, cache: Any
+    model: HybridLM, ids: Tensor, count: int, temperature: float, top_k: int | None, seed: int | None, cache: Any
 ) -> Iterator[Tensor]:
     generator = None if seed is None else torch.Generator(device=ids.device).manual_seed(seed)
     logits, state = _step(model, ids, cache)
@@ -110,7 +113,7 @@ def _stream(
 
 
 @torch.no_grad()
-def _step(model: nn.Module, ids: Tensor, state: Any) -> tuple[Tensor, Any]:
+def _step(model: HybridLM, ids: Tensor, state: Any) -> tuple[Tensor, Any]:
     logits, state = model(ids, state, return_state=True, inplace=True)
     return logits[:, -1], state
 

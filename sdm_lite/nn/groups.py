@@ -24,7 +24,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     exempt = {
         id(getattr(module, name, None)) for module in model.modules() for name in getattr(module, "no_weight_decay", ())
     }
-    decayed, kept = [], []
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             (kept if parameter.ndim < 2 or id(parameter) in exempt else decayed).append(parameter)
@@ -36,7 +37,8 @@ def hidden_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Param
 
     Embeddings, the head, convolution taps, memories and the gates' one-row matrices are among the others.
     """
-    hidden, rest = [], []
+    hidden: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         matrix = name.startswith("blocks.") and parameter.ndim == 2
         gate = name.endswith(("a_proj.weight", "b_proj.weight"))

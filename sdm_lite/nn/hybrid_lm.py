@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -147,9 +147,9 @@ class HybridLM(nn.Module):
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         if self.ngrams is not None:
             nn.init.normal_(self.ngrams.table.weight, std=embedding_std)
-        if zero_head:
+        if zero_head and self.head is not None:
             nn.init.zeros_(self.head.weight)
-        for block in self.blocks:
+        for block in cast(list[Block], self.blocks):
             block.scale_outputs((2 * num_layers) ** -0.5)
 
     def _check(self) -> None:

@@ -109,15 +109,15 @@ class GatedShortConv(nn.Module):
         self, x: Tensor, state: MixerState | None = None, *, return_state: bool | None = None, inplace: bool = False
     ) -> tuple[Tensor, MixerState | None]:
         """Return (y [B, T, dim], state); the arguments are those of :class:`SparseDeltaMemory`."""
-        hand_back, state, taps = wants_state(self, state, return_state), state or MixerState(), {}
+        hand_back, state = wants_state(self, state, return_state), state or MixerState()
+        taps: dict[str, Tensor] = {}
         y = convolve(self.convs, "value", self.v_proj(x), state, taps)
         y = self.o_proj(F.silu(self.g_proj(x)) * y)
         return y, state.advanced(x.shape[1], None, taps) if hand_back else None
 
     def flops_per_token(self, context: int = 0) -> dict[str, int]:
         """Return multiply-adds times two per token: {"projections", "state"}."""
-        weights = sum(p.weight.numel() for p in (self.v_proj, self.g_proj, self.o_proj))
-        return {"projections": 2 * (weights + self.convs["value"].weight.numel()), "state": 0}
+        return {"projections": 2 * sum(p.numel() for p in self.parameters() if p.ndim > 1), "state": 0}
 
     def state_elements(self, context: int = 0) -> int:
         """Return 0: only three taps are carried."""

@@ -113,6 +113,9 @@ class SparseDeltaMemory(nn.Module):
     """
 
     no_weight_decay = ("A_log", "dt_bias", "memory")
+    zero_memory: Tensor
+    write_scale: Tensor | None
+    read_scale: Tensor | None
 
     def __init__(
         self,
@@ -240,7 +243,8 @@ class SparseDeltaMemory(nn.Module):
         """
         if x.ndim != 3 or x.shape[-1] != self.dim:
             raise ShapeError(message(_NAME, "x", f"[B, T, {self.dim}]", str(list(x.shape)), "pass a batch of vectors"))
-        hand_back, state, taps = wants_state(self, state, return_state), state or MixerState(), {}
+        hand_back, state = wants_state(self, state, return_state), state or MixerState()
+        taps: dict[str, Tensor] = {}
         write_ids, read_ids = self._ids(x, ids, state.position)
         read = self._address("read", self.Wq_read, x, self.num_reads, read_ids, state, taps)
         if self.write:
@@ -333,10 +337,12 @@ class SparseDeltaMemory(nn.Module):
 
     def flops_per_token(self, context: int = 0) -> dict[str, int]:
         """Return multiply-adds times two per token: {"projections", "state"}; selecting slots is not counted."""
-        used = [self.Wq_read, self.Wo, *([self.Wog] if self.output_gate else [])]
-        if self.write:
-            used += [self.Wk_write, self.Wv_write, self.a_proj, self.b_proj]
-        weights = sum(p.weight.numel() for p in used) + sum(c.weight.numel() for c in self.convs.values())
+        unused = [] if self.write else ["Wk_write", "Wv_write", "a_proj", "b_proj", "convs.write", "convs.value"]
+        weights = sum(
+            p.numel()
+            for name, p in self.named_parameters()
+            if p.ndim > 1 and name != "memory" and not name.startswith(tuple(unused))
+        )
         rows = self.num_reads + (2 * self.num_writes if self.write else 0)
         return {"projections": 2 * weights, "state": 2 * rows * self.dim}
 
