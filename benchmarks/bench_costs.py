@@ -22,10 +22,9 @@ def test_first_calls_cached(benchmark):
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="the peak is read from /proc")
-@pytest.mark.parametrize("of_state", [False, True], ids=["inputs", "inputs_and_state"])
 @pytest.mark.parametrize("restore", ["hybrid", "snapshot"])
 @pytest.mark.parametrize("name", ["medium", "large"])
-def test_peak_memory(benchmark, name, restore, of_state):
-    measured = benchmark.pedantic(costs.peak_memory, (name, restore), {"of_state": of_state}, rounds=1)
+def test_peak_memory(benchmark, name, restore):
+    measured = benchmark.pedantic(costs.peak_memory, (name, restore), rounds=1)
     benchmark.extra_info.update(measured)
     assert measured["peak"] <= measured["formula"] + costs.MEMORY_NOISE

@@ -30,25 +30,23 @@ def first_calls(*, cached: bool) -> dict[str, float]:
         return _run(["first-calls"], NUMBA_CACHE_DIR=folder)
 
 
-def peak_memory(shape: str, restore: str, *, of_state: bool = False) -> dict[str, int]:
+def peak_memory(shape: str, restore: str) -> dict[str, int]:
     """Return the measured peak of forward + backward over what was there before, and the formula's bytes."""
-    return _run(["memory", shape, restore, *(["of-state"] if of_state else [])])
+    return _run(["memory", shape, restore])
 
 
-def gradient_bytes(shape: Shape, inputs: Inputs, logged_rows: int, *, of_state: bool) -> int:
+def gradient_bytes(shape: Shape, inputs: Inputs, logged_rows: int) -> int:
     """Return the bytes that forward + backward may hold at once, in float32.
 
     3 U D : the touched rows, their working copy in the backward (the saved ones stay as they are, for a
     second backward), their gradients; the log's rows D; 5 D a lane-token: prediction error, readings, gradients in
     and out and one temporary; 10 numbers for each slot of a lane-token: places, the log's plan, weights and
-    their gradients.
-    A gradient of the state is a whole table more.
+    their gradients; and a whole table, since a backward gives the gradient of the state, asked for or not.
     """
     lane_tokens = shape.lanes * shape.T
     numbers = 3 * touched_rows(inputs, shape.N) * shape.D + logged_rows * shape.D
     numbers += lane_tokens * (5 * shape.D + 10 * (shape.W + shape.R))
-    if of_state:
-        numbers += shape.lanes * shape.N * shape.D
+    numbers += shape.lanes * shape.N * shape.D
     return 4 * numbers
 
 
@@ -96,26 +94,26 @@ def _status_bytes(field: str) -> int:
     raise RuntimeError(f"{field} is not in /proc/self/status")
 
 
-def _measure_memory(name: str, restore: str, of_state: bool) -> dict[str, int]:
+def _measure_memory(name: str, restore: str) -> dict[str, int]:
     from . import ours
 
     shape = SHAPES[name]
     ours.set_threads(2)
     # compile, or load from the cache, before anything is counted
-    ours.gradients(make_inputs(dataclasses.replace(shape, T=4, N=256)), restore=restore, of_state=of_state)()
+    ours.gradients(make_inputs(dataclasses.replace(shape, T=4, N=256)), restore=restore, of_state=True)()
     inputs = make_inputs(shape)
-    call = ours.gradients(inputs, restore=restore, of_state=of_state)
+    call = ours.gradients(inputs, restore=restore, of_state=True)
     logged = shape.lanes * shape.T * shape.W if restore == "snapshot" else ours.logged_rows(inputs, restore)
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
     before = _status_bytes("VmRSS")
     gradients = call()
     peak = _status_bytes("VmHWM") - before
     del gradients
-    bound = gradient_bytes(shape, inputs, logged, of_state=of_state)
+    bound = gradient_bytes(shape, inputs, logged)
     return {"peak": peak, "formula": bound, "logged_rows": logged}
 
 
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
-    measured = _measure_first_calls() if what == "first-calls" else _measure_memory(*rest[:2], "of-state" in rest)
+    measured = _measure_first_calls() if what == "first-calls" else _measure_memory(*rest)
     print(json.dumps(measured))

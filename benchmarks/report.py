@@ -237,12 +237,16 @@ def cost_lines(shapes: list[str]) -> list[str]:
     cold, cached = costs.first_calls(cached=False), costs.first_calls(cached=True)
     lines = ["| first calls in a fresh process (s) | nothing cached | cached on disk |", "|---|---|---|"]
     lines += [f"| {name} | {cold[name]:.2f} | {cached[name]:.2f} |" for name in cold]
-    lines += ["", "| peak memory of forward + backward (MB) | measured | formula |", "|---|---|---|"]
+    lines += [
+        "",
+        "| peak memory of forward + backward | measured (MB) | formula (MB) | rows logged |",
+        "|---|---|---|---|",
+    ]
     for shape in shapes:
-        for restore, of_state in (("hybrid", False), ("hybrid", True), ("snapshot", False)):
-            found = costs.peak_memory(shape, restore, of_state=of_state)
-            label = f"{shape}, {restore}{', gradient of the state too' if of_state else ''}"
-            lines.append(f"| {label} | {found['peak'] / 1e6:.0f} | {found['formula'] / 1e6:.0f} |")
+        for restore in ("hybrid", "snapshot"):
+            found = costs.peak_memory(shape, restore)
+            cells = (found["peak"], found["formula"], found["logged_rows"])
+            lines.append(f"| {shape}, {restore} | {cells[0] / 1e6:.0f} | {cells[1] / 1e6:.0f} | {cells[2]:,} |")
     return lines
 
 

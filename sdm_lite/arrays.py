@@ -40,8 +40,8 @@ def kind_of(op: str, name: str, x: Any) -> str:
 
 
 def common_kind(op: str, named: dict[str, Any]) -> str:
-    """Return the one kind of all arguments (a tape call may hold NumPy arrays); None entries are skipped."""
-    kinds = {name: kind_of(op, name, x) for name, x in named.items() if x is not None}
+    """Return the one kind of all arguments (a tape call may hold NumPy arrays)."""
+    kinds = {name: kind_of(op, name, x) for name, x in named.items()}
     found = set(kinds.values())
     if found == {"tape", "numpy"}:
         return "tape"
@@ -94,11 +94,17 @@ def like(x: Any, kind: str, result: np.ndarray) -> Any:
 
 
 def to_float(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return x, of any float dtype, C-contiguous in the compute dtype (without a copy where it is already)."""
+    """Return x, of any float dtype, plain in the compute dtype (without a copy where it is already)."""
     if x.dtype.name == "bfloat16":  # from ml_dtypes
         return widen_bf16(x.view(np.uint16)).astype(dtype, copy=False)
     with np.errstate(over="ignore"):  # a float64 log decay of -1e300 is a wipe in float32
-        return np.ascontiguousarray(x, dtype=dtype)
+        return plain(x, dtype)
+
+
+def plain(x: np.ndarray, dtype: Any) -> np.ndarray:
+    """Return x as a C-contiguous, aligned, writable array; the latter two since each mix of others compiles kernels."""
+    x = np.ascontiguousarray(x, dtype=dtype)
+    return x if x.flags.writeable and x.flags.aligned else x.copy()
 
 
 def from_float(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -113,7 +119,7 @@ def to_slots(x: np.ndarray) -> np.ndarray:
     """Return int32 or int64 slots as contiguous int32; what does not fit stays out of any table's range."""
     if x.dtype == np.int64:
         x = np.clip(x, -1, np.iinfo(np.int32).max)
-    return np.ascontiguousarray(x, dtype=np.int32)
+    return plain(x, np.int32)
 
 
 def widen_bf16(bits: np.ndarray) -> np.ndarray:

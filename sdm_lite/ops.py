@@ -117,7 +117,7 @@ def hash_slots(ids: Any, num_slots: int, k: int, *, seed: int = 0, backend: str 
 
         return torch_bridge.hash_slots(ids, num_slots, k, seed, name)
     array = arrays.to_numpy(op, "ids", ids)
-    flat = np.ascontiguousarray(array, dtype=np.int64).reshape(-1)
+    flat = arrays.plain(array, np.int64).reshape(-1)
     slots = rooms.room(name, op).hash_slots_forward(flat, num_slots, k, seed)
     return arrays.like(given, kind, slots.reshape(*array.shape, k))
 
@@ -210,7 +210,7 @@ def sparse_delta_rule(
     options = DeltaOptions(rule, restore, tau, snapshot_dtype, arrays.dtype_name(initial_state))
     validate.check_options(op, options)
     name = _backend(op, kind, backend)
-    if len(log_decay.shape) == 3:
+    if len(call[3].shape) == 3:
         call[3] = call[3][..., None]
     if kind == "torch":
         from . import torch_bridge
@@ -278,7 +278,7 @@ def sparse_delta_rule_(
     options = DeltaOptions(rule=rule, state_dtype=arrays.dtype_name(state))
     validate.check_options(op, options)
     name = _backend(op, kind, backend)
-    if len(log_decay.shape) == 3:
+    if len(call[3].shape) == 3:
         call[3] = call[3][..., None]
     if kind == "torch":
         from . import torch_bridge
@@ -300,6 +300,8 @@ def check_writable(op: str, table: np.ndarray) -> None:
     """Raise ValueRangeError where a state cannot be written in place: read-only, or two cells at one address."""
     if not table.flags.writeable:
         raise ValueRangeError(message(op, "state", "a writable array", "a read-only one", "pass a copy"))
+    if not table.size:
+        return
     axes = sorted((abs(stride), size) for stride, size in zip(table.strides, table.shape) if size > 1)
     reach = table.itemsize
     for stride, size in axes:
@@ -316,12 +318,14 @@ def _state_name(op: str) -> str:
 
 def _opened(op: str, call: tuple) -> tuple[str, list]:
     """Return the kind of a sparse delta call and its arrays, NumPy views of those of a foreign DLPack kind."""
-    names = (*DeltaInputs._fields[:7], _state_name(op), "cu_seqlens")
-    named = dict(zip(names, call))
+    *arguments, cu_seqlens = call
+    named = dict(zip((*DeltaInputs._fields[:7], _state_name(op)), arguments))
+    if cu_seqlens is not None:
+        named["cu_seqlens"] = cu_seqlens
     kind = arrays.common_kind(op, named)
     if kind == "dlpack":
-        named = {name: x if x is None else arrays.to_numpy(op, name, x) for name, x in named.items()}
-    return kind, list(named.values())
+        named = {name: arrays.to_numpy(op, name, x) for name, x in named.items()}
+    return kind, list(named.values()) if cu_seqlens is not None else [*named.values(), None]
 
 
 def _backend(op: str, kind: str, backend: str | None) -> str:
@@ -342,7 +346,7 @@ def _canonical(op: str, call: Sequence, state: Any, cu_seqlens: Any, check: bool
         name: arrays.to_slots(x) if name.endswith("slots") else arrays.to_float(x, compute) for name, x in named.items()
     }
     if cu_seqlens is not None:
-        cu_seqlens = np.ascontiguousarray(arrays.to_numpy(op, "cu_seqlens", cu_seqlens), dtype=np.int64)
+        cu_seqlens = arrays.plain(arrays.to_numpy(op, "cu_seqlens", cu_seqlens), np.int64)
         validate.check_cu_seqlens(op, cu_seqlens, ready["values"].shape[1])
     inputs = DeltaInputs(**ready, cu_seqlens=cu_seqlens)
     if check:

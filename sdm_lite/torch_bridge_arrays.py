@@ -59,9 +59,9 @@ def from_bits(state: np.ndarray, dtype: torch.dtype) -> Tensor:
     return tensor.view(dtype) if tensor.dtype == torch.uint16 else tensor
 
 
-def to_inputs(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> DeltaInputs:
+def to_inputs(call: Sequence[Tensor], cu_seqlens: Tensor | None, dtype: torch.dtype) -> DeltaInputs:
     """Return the seven tensors and `cu_seqlens` of a sparse delta call in the rooms' canonical form."""
-    values, write_slots, write_weights, log_decay, beta, read_slots, read_weights, cu_seqlens = tensors
+    values, write_slots, write_weights, log_decay, beta, read_slots, read_weights = call
     return DeltaInputs(
         to_floats(values, dtype),
         to_slots(write_slots),
@@ -102,7 +102,7 @@ def unpack_saved(packed: Sequence[Tensor]) -> tuple[np.ndarray, ...]:
     )
 
 
-def fake_saved(like: Tensor, new_size: Callable[[], int]) -> list[Tensor]:
+def fake_saved(like: Tensor, new_size: Callable[[], int | torch.SymInt]) -> list[Tensor]:
     """Return what :func:`pack_saved` promises: tensors without data, of sizes that `new_size` makes up."""
     header = like.new_empty(_HEADER_SHAPE, dtype=torch.int64)
     return [header, *(like.new_empty((new_size(),), dtype=torch.uint8) for _ in range(SAVED_ARRAYS))]

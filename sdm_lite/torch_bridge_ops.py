@@ -156,7 +156,7 @@ def sparse_delta_rule(*operands):
     """Return the readings; where `final`, the final state; where `save`, the tensors that the backward needs."""
     x = _Delta(*operands)
     dtype = x.initial_state.dtype
-    inputs = _checked("sparse_delta_rule", operands[:8], x.initial_state, x.check)
+    inputs = _checked("sparse_delta_rule", operands[:7], x.cu_seqlens, x.initial_state, x.check)
     readings, state, saved = rooms.room(x.backend, "sparse_delta_rule").sparse_delta_forward(
         inputs, convert.to_bits(x.initial_state), _options(dtype, *operands[10:14]), save=x.save, final=x.final
     )
@@ -212,7 +212,7 @@ def sparse_delta_rule_backward(*operands):
     x = _DeltaBackward(*operands)
     compute = convert.compute_dtype(x.state_dtype)
     gradients = rooms.room(x.backend, "sparse_delta_rule").sparse_delta_backward(
-        convert.to_inputs(operands[:8], compute),
+        convert.to_inputs(operands[:7], x.cu_seqlens, compute),
         _options(x.state_dtype, *operands[14:18]),
         convert.unpack_saved(x.saved),
         convert.to_floats(x.dreadings, compute),
@@ -285,7 +285,7 @@ class _DeltaUpdate(NamedTuple):
 def sparse_delta_rule_(*operands):
     """Update `state` in place and return the readings."""
     x = _DeltaUpdate(*operands)
-    inputs = _checked("sparse_delta_rule_", operands[:8], x.state, x.check)
+    inputs = _checked("sparse_delta_rule_", operands[:7], x.cu_seqlens, x.state, x.check)
     options = _options(x.state.dtype, x.rule)
     readings = rooms.room(x.backend, "sparse_delta_rule_").sparse_delta_update(
         inputs, convert.to_bits(x.state), options
@@ -299,9 +299,9 @@ def _(*operands):
     return values.new_empty(values.shape)
 
 
-def _checked(op: str, call: tuple, state: Tensor, check: bool) -> rooms.DeltaInputs:
+def _checked(op: str, call: tuple, cu_seqlens: Tensor | None, state: Tensor, check: bool) -> rooms.DeltaInputs:
     """Return the call in canonical form, its values checked."""
-    inputs = convert.to_inputs(call, convert.compute_dtype(state.dtype))
+    inputs = convert.to_inputs(call, cu_seqlens, convert.compute_dtype(state.dtype))
     if inputs.cu_seqlens is not None:  # always: a wrong one would send a room out of bounds
         validate.check_cu_seqlens(op, inputs.cu_seqlens, inputs.values.shape[1])
     if check:

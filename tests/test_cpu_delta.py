@@ -132,7 +132,8 @@ def test_storage_formats_round_to_nearest():
         snapshot.decode(code, 0, 101, storage, back)
         scale = np.abs(row).max() / np.nanmax(values)
         nearest = np.nanmin(np.abs(row[:, None] / scale - values[None]), axis=1)
-        assert np.allclose(np.abs(row - back) / scale, nearest, rtol=1e-4, atol=1e-5)
+        # dividing by the scale and multiplying back round once each: 448 * 2^-23 a time
+        assert np.allclose(np.abs(row - back) / scale, nearest, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("value", [0.0, np.nan, np.inf])
@@ -203,7 +204,7 @@ def test_bits_do_not_depend_on_threads_or_batch(monkeypatch, width, storage):
     fields = DeltaFields("threads", B=3, T=24, H=1, N=40, D=width, W=9, R=11, alpha="uniform")
     case = make_case(fields, seed=12, dtype=np.float32)
     opts = options(snapshot_dtype=storage)
-    monkeypatch.setattr(cpu.sparse_delta, "_SMALL", 0)
+    monkeypatch.setattr(cpu.pool, "SMALL", 0)
     results = []
     for threads in ("1", "2", "3", "5"):
         monkeypatch.setenv("SDM_LITE_NUM_THREADS", threads)

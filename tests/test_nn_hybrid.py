@@ -170,6 +170,13 @@ def test_zero_head_starts_uniform():
     assert bool((model(prompt(1, 3)) == 0).all())
 
 
+def test_head_gain_sets_the_first_logits():
+    # a row of the embedding has length 0.5 * sqrt(64) = 4, the normed vector 8: std 0.5 * 8 = 4 at gain 1
+    torch.manual_seed(0)
+    model = HybridLM(500, 64, 1, layers=["swa"], embedding_std=0.5, head_gain=0.1)
+    assert 0.3 < model(prompt(2, 9)).std() < 0.6
+
+
 # ---------------------------------------------------------------- accounting
 
 

@@ -65,8 +65,8 @@ def test_model_training_step_at_three_lengths():
         got, want = (gradients(f(x), model.parameters()) for f in (function, step))
         for a, b in zip(got, want):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # traced graphs may sum in another order
-        with torch.no_grad():
-            torch.testing.assert_close(function(x), step(x), rtol=1e-6, atol=0)
+    with torch.no_grad():
+        torch.testing.assert_close(function(x), step(x), rtol=1e-6, atol=0)
 
 
 def test_default_mode_and_autocast():

@@ -18,6 +18,7 @@ class Settings:
     ``layers`` names the layers from below; "mixer" stands for the run's ``mixer``. Sizes are as in
     :class:`sdm_lite.nn.HybridLM`; ``slots``, ``writes`` and ``reads`` are N, W and R of an SDM layer,
     ``key_dim`` the key width per head of a GDN layer (2 sqrt(N) gives both the same key columns).
+    Recall begins with the first number of ``pairs`` and adds the next after every ``grow_every`` steps.
     A run ends at ``steps`` optimiser steps or after ``seconds`` of training, whichever comes first;
     the learning rate rises over ``warmup`` steps and falls to zero, as half a cosine, over the last
     ``decay`` of the run.
@@ -55,6 +56,7 @@ class Settings:
     values: int = 128
     tokens: int = 3072
     max_rows: int = 32
+    grow_every: int = 30
     # optimisation
     steps: int | None = 1000
     seconds: float | None = None

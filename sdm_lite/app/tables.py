@@ -97,3 +97,29 @@ def show_demo(console: Console, text: dict[str, dict[str, Any]], recall: dict[st
             *(f"{recall[name]['accuracy'][key]:.3f}" for key in pairs),
         )
     console.print(table)
+    for note in demo_notes(text, recall):
+        console.print(note, highlight=False)
+
+
+#: bits per byte by which two seeds of the same mixer differ at the demo's size
+SEED_NOISE = 0.05
+
+
+def demo_notes(text: dict[str, dict[str, Any]], recall: dict[str, dict[str, Any]]) -> list[str]:
+    """Return what the demo's results say, and what they do not."""
+    bits = {name: result["bits_per_byte"] for name, result in text.items()}
+    best, worst = min(bits, key=bits.__getitem__), max(bits, key=bits.__getitem__)
+    apart = bits[worst] - bits[best]
+    if apart < SEED_NOISE:
+        on_text = f"On code the mixers lie {apart:.3f} bits per byte apart, within what another seed changes:"
+        on_text += " text does not separate them at this budget."
+    else:
+        on_text = f"On code {best} is ahead by {apart:.3f} bits per byte, with one seed."
+    share = {name: result["accuracy"] for name, result in recall.items()}
+    pairs = max((key for key in next(iter(share.values())) if int(key) <= 256), key=int)
+    first, *others = sorted(share, key=lambda name: -share[name][pairs])
+    rest = ", ".join(f"{name} {100 * share[name][pairs]:.1f} %" for name in others)
+    states = [result["account"]["state_elements"] for result in recall.values()]
+    on_recall = f"Of {pairs} pairs {first} answers {100 * share[first][pairs]:.1f} %, {rest}: equal FLOPs, but the"
+    on_recall += f" larger state is {max(states) / max(min(states), 1):.3g} times larger."
+    return [on_text, on_recall]

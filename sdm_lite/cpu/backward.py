@@ -27,7 +27,18 @@ from typing import NamedTuple
 import numpy as np
 
 from .compile import inlined, kernel
-from .forward import AHEAD, BLOCK, CHUNK, NARROW, decays, longest, weighted_rows
+from .forward import (
+    AHEAD,
+    BLOCK,
+    CHUNK,
+    NARROW,
+    TOKENS_AHEAD,
+    copy_columns,
+    decays,
+    longest,
+    prefetch_token,
+    weighted_rows,
+)
 from .snapshot import decode
 from .vector import fma, load, mul, prefetch, splat, store, sub, total, zeros
 
@@ -43,11 +54,13 @@ class Partials(NamedTuple):
 
 @kernel
 def sparse_delta_backward(
-    lo, hi, tile_columns, group_columns, first, count, stride, row_start, table, grad, x, saved, codes, storage,
-    dreadings, dvalues, partials, per_slot,
+    lo, hi, tile_columns, group_columns, first, count, stride, row_start, rows, table, grad, fresh, grad_given, x,
+    saved, codes, storage, dreadings, dvalues, partials, per_slot,
 ):  # fmt: skip
-    """Run jobs [lo, hi); `table` holds the rows after the last token and ends as before the first, `grad` likewise.
+    """Run jobs [lo, hi); job = lane * tiles + tile, a tile being `tile_columns` wide.
 
+    `rows` holds the table after the last token and stays as it is: a row is copied to `table` (and zeroed in `grad`
+    unless that is given) at its first touch, while fresh[tile, row] is set.
     None for `codes` (the log's rows below float32) or `per_slot` leaves that branch out when compiling.
     """
     width, writes, reads = table.shape[1], x.write_slots.shape[1], x.read_slots.shape[1]
@@ -66,6 +79,16 @@ def sparse_delta_backward(
             row0 = row_start[lane]
             for t in range(min(t0 + CHUNK, count[lane]) - 1, t0 - 1, -1):
                 token = first[lane] + t * stride
+                if t >= TOKENS_AHEAD:
+                    prefetch_token(x, dreadings, token - TOKENS_AHEAD * stride, begin, tile_end, narrow)
+                for slots in (x.write_slots[token], x.read_slots[token]):
+                    for place in slots:
+                        row = row0 + place
+                        if fresh[job % tiles, row]:
+                            fresh[job % tiles, row] = False
+                            copy_columns(table, row, rows, row, begin, tile_end)
+                            if not grad_given:
+                                grad[row, begin:tile_end] = 0.0
                 decays(x.log_decay, token, alpha)
                 _inverses(x, token, alpha, per_slot, inverse)
                 if codes is not None:

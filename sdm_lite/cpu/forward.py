@@ -25,7 +25,7 @@ from .snapshot import encode
 from .vector import fma, load, mul, prefetch, round_bf16, round_fp16, splat, store, sub, zeros
 
 BLOCK, NARROW = 64, 16  # columns of a full block, and of one in what D leaves over
-AHEAD = 4  # rows between a prefetch and its use
+AHEAD, TOKENS_AHEAD = 8, 2  # rows, and tokens, between a prefetch and its use
 CHUNK = 32  # tokens of one lane before the next lane: the lanes' tokens share pages of memory
 MOST_GROUPS = 8
 ROUND_BF16, ROUND_FP16 = 1, 2
@@ -59,16 +59,20 @@ def group_width(width: int) -> int:
 
 @kernel
 def sparse_delta_forward(
-    lo, hi, tile_columns, first, count, stride, row_start, table, x, saved, codes, storage, readings, per_slot, rounding
-):
+    lo, hi, tile_columns, first, count, stride, row_start, table, source, source_start, row_slots, x, saved, codes,
+    storage, readings, per_slot, rounding,
+):  # fmt: skip
     """Run jobs [lo, hi); job = lane * tiles + tile, a tile being `tile_columns` wide.
 
+    A compact table is filled here, each row at its first touch, from source[source_start[lane] + slot]; `source` has
+    no rows where the table is complete already.
     None for `codes` (the log's rows below float32), `per_slot` or `rounding` leaves that branch out when compiling.
     """
     width, writes = table.shape[1], x.write_slots.shape[1]
     tiles = (width + tile_columns - 1) // tile_columns
     alpha, scaled = np.empty(writes, table.dtype), np.empty(writes, table.dtype)
     wide, narrow = zeros(table.dtype, BLOCK), zeros(table.dtype, NARROW)
+    present = np.zeros(hi - lo, np.int64)  # rows of each job's compact table that are filled
     for t0 in range(0, longest(count, lo // tiles, hi // tiles), CHUNK):
         for job in range(lo, hi):
             lane = job // tiles
@@ -77,6 +81,15 @@ def sparse_delta_forward(
             row0 = row_start[lane]
             for t in range(t0, min(t0 + CHUNK, count[lane])):
                 token = first[lane] + t * stride
+                if t + TOKENS_AHEAD < count[lane]:
+                    prefetch_token(x, x.values, token + TOKENS_AHEAD * stride, begin, end, narrow)
+                if source.shape[0]:
+                    for slots in (x.write_slots[token], x.read_slots[token]):
+                        for place in slots:
+                            if place >= present[job - lo]:  # places are numbered by first touch
+                                from_row = source_start[lane] + row_slots[row0 + place]
+                                copy_columns(table, row0 + place, source, from_row, begin, end)
+                                present[job - lo] = place + 1
                 decays(x.log_decay, token, alpha)
                 for w in range(writes):
                     scaled[w] = alpha[w] * x.write_weights[token, w]
@@ -134,6 +147,26 @@ def weighted_rows(table, row0, slots, token, weights, c, zero, n):
         prefetch(table, row0 + slots[token, min(w + AHEAD, last)], c, zero)
         total = fma(splat(weights[w], zero), load(table, row0 + slots[token, w], c, zero, n), total)
     return total
+
+
+@inlined
+def prefetch_token(x, columns, token, begin, end, zero):
+    """Prefetch a later token's arrays: a lane's tokens lie H apart, too far for the hardware to guess."""
+    for w in range(0, x.write_slots.shape[1], NARROW):
+        prefetch(x.write_slots, token, w, zero)
+        prefetch(x.write_weights, token, w, zero)
+    for r in range(0, x.read_slots.shape[1], NARROW):
+        prefetch(x.read_slots, token, r, zero)
+        prefetch(x.read_weights, token, r, zero)
+    for c in range(begin, end, NARROW):
+        prefetch(columns, token, c, zero)
+
+
+@inlined
+def copy_columns(table, row, source, source_row, begin, end):
+    """Set table[row, begin:end] = source[source_row, begin:end]."""
+    for c in range(begin, end):
+        table[row, c] = source[source_row, c]
 
 
 @inlined

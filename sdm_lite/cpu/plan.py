@@ -11,8 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from . import memory
 from .compile import inlined, kernel
 from .pool import run
+
+_SMALL = 1 << 20  # slots, below which one thread is done before others have woken
 
 
 class Lanes(NamedTuple):
@@ -49,6 +52,10 @@ class Compact(NamedTuple):
     row_start: np.ndarray  # int64 [L + 1]: lane l owns rows row_start[l] : row_start[l + 1]
     row_slots: np.ndarray  # int32 [rows]
 
+    def rows_of(self, lane: int) -> slice:
+        """Return where a lane's rows lie in the table."""
+        return slice(self.row_start[lane], self.row_start[lane + 1])
+
 
 def compact(write_slots: np.ndarray, read_slots: np.ndarray, lanes: Lanes, num_slots: int) -> Compact:
     """Number the slots that each lane touches in the order of first touch."""
@@ -57,13 +64,15 @@ def compact(write_slots: np.ndarray, read_slots: np.ndarray, lanes: Lanes, num_s
     begin = np.concatenate(([0], np.cumsum(most)))
     slots_of = np.empty(begin[-1], np.int32)
     used = np.zeros(len(most), np.int64)
-    places = np.empty_like(write_slots), np.empty_like(read_slots)
+    places = [memory.empty(x.shape, x.dtype) for x in (write_slots, read_slots)]
     flat = [x.reshape(-1, x.shape[-1]) for x in (write_slots, read_slots, *places)]
+    bits = max(int(most.max(initial=1)) * 2 - 1, 1).bit_length()  # a hash table at most half full
+    hashed = bits if num_slots > 1 << bits else None
 
     def job(lo: int, hi: int) -> None:
-        _compact_lanes(lo, hi, lanes.first, lanes.count, lanes.stride, num_slots, *flat, begin, slots_of, used)
+        _compact_lanes(lo, hi, lanes.first, lanes.count, lanes.stride, num_slots, *flat, begin, slots_of, used, hashed)
 
-    run(len(most), job)
+    run(len(most), job, None if write_slots.size + read_slots.size >= _SMALL else 1)
     row_start = np.concatenate(([0], np.cumsum(used)))
     row_slots = np.concatenate([slots_of[b : b + n] for b, n in zip(begin, used)]) if len(used) else slots_of
     return Compact(*places, row_start, row_slots)
@@ -71,42 +80,40 @@ def compact(write_slots: np.ndarray, read_slots: np.ndarray, lanes: Lanes, num_s
 
 @kernel
 def _compact_lanes(
-    lo, hi, first, count, stride, num_slots, write_slots, read_slots, write_places, read_places, begin, slots_of, used
-):
+    lo, hi, first, count, stride, num_slots, write_slots, read_slots, write_places, read_places, begin, slots_of, used,
+    bits,
+):  # fmt: skip
+    known = np.empty(num_slots if bits is None else 1 << bits, np.int32)  # the place of a slot, or of a hashed one
     for lane in range(lo, hi):
-        most = begin[lane + 1] - begin[lane]
-        bits = 1
-        while (1 << bits) < 2 * most:
-            bits += 1
-        direct = num_slots <= (1 << bits)
-        known = np.full(num_slots if direct else 1 << bits, -1, np.int32)  # place of a slot, or of a hashed slot
+        known[:] = -1
         mine = slots_of[begin[lane] : begin[lane + 1]]
-        rows = 0
+        rows = np.int32(0)
         for t in range(count[lane]):
             token = first[lane] + t * stride
-            for w in range(write_slots.shape[1]):
-                place = _place(known, mine, rows, write_slots[token, w], direct, bits)
-                rows = max(rows, place + 1)
-                write_places[token, w] = place
-            for r in range(read_slots.shape[1]):
-                place = _place(known, mine, rows, read_slots[token, r], direct, bits)
-                rows = max(rows, place + 1)
-                read_places[token, r] = place
+            rows = _number(write_slots, write_places, token, known, mine, rows, bits)
+            rows = _number(read_slots, read_places, token, known, mine, rows, bits)
         used[lane] = rows
 
 
 @inlined
-def _place(known, mine, rows, slot, direct, bits):
-    """Return the place of `slot`, giving it the next one (`rows`) at its first touch."""
-    at = np.int64(slot)
-    if not direct:  # open addressing; the multiplier is 2^64 / golden ratio
-        at = np.int64((np.uint64(slot) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - bits))
-        while known[at] >= 0 and mine[known[at]] != slot:
-            at = (at + 1) & ((1 << bits) - 1)
-    if known[at] < 0:
-        known[at] = rows
-        mine[rows] = slot
-    return np.int64(known[at])
+def _number(slots, places, token, known, mine, rows, bits):
+    """Set places[token] to the places of slots[token], a new one from `rows` at a slot's first touch."""
+    for i in range(slots.shape[1]):
+        slot = slots[token, i]
+        if bits is None:
+            at = np.uint64(slot)
+        else:  # open addressing; the multiplier is 2^64 / golden ratio
+            at = (np.uint64(slot) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - bits)
+            while known[at] >= 0 and mine[np.uint64(known[at])] != slot:
+                at = (at + np.uint64(1)) & np.uint64((1 << bits) - 1)
+        place = known[at]
+        if place < 0:
+            place = rows
+            known[at] = rows
+            mine[np.uint64(rows)] = slot
+            rows += np.int32(1)
+        places[token, i] = place
+    return rows
 
 
 LOG_ALL = -1.0
@@ -120,7 +127,7 @@ def plan_log(places: np.ndarray, weights, log_decay, beta, lanes: Lanes, row_sta
     """
     if tau == LOG_ALL:
         return np.arange(places.size, dtype=np.int32).reshape(places.shape), places.size
-    log_place = np.empty(places.shape, np.int32)
+    log_place = memory.empty(places.shape, np.dtype(np.int32))
     rows = np.zeros(len(lanes.first), np.int64)
     steepest = -80.0 if weights.dtype == np.float32 else -600.0
     flat = [x.reshape(-1, x.shape[-1]) for x in (places, weights, log_decay, log_place)]
@@ -130,7 +137,7 @@ def plan_log(places: np.ndarray, weights, log_decay, beta, lanes: Lanes, row_sta
         lane_arrays = (lanes.first, lanes.count, lanes.stride, row_start)
         _plan_lanes(lo, hi, *lane_arrays, *flat[:3], flat_beta, per_slot, tau, steepest, flat[3], rows)
 
-    run(len(rows), job)
+    run(len(rows), job, None if places.size >= _SMALL else 1)
     if len(rows) > 1:
         start = np.cumsum(rows) - rows
         _shift_lanes(lanes.first, lanes.count, lanes.stride, flat[3], start)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 from ..errors import ValueRangeError, message
 
+SMALL = 1 << 16  # elements touched, below which waking other threads costs more than it gives
+
 _tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
 _workers = 0
 _lock = threading.Lock()

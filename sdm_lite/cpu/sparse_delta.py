@@ -10,14 +10,12 @@ import math
 
 import numpy as np
 
-from ..arrays import narrow_state, widen_state
 from ..rooms import DeltaGradients, DeltaInputs, DeltaOptions
-from . import backward, forward, plan, pool, snapshot
+from . import backward, forward, memory, plan, pool, snapshot, tables
 from .forward import ROUND_BF16, ROUND_FP16, Saved, Tokens
 
 _ROUNDING = {"bfloat16": ROUND_BF16, "float16": ROUND_FP16}
 _PER_SLOT = {"shared": None, "per_slot": True}
-_SMALL = 1 << 16  # elements touched, below which waking other threads costs more than it gives
 
 
 def sparse_delta_forward(
@@ -26,16 +24,16 @@ def sparse_delta_forward(
     """Return readings, final state and what the backward needs; `state` is left as it is."""
     lanes = _lanes(inputs, state.ndim == 3)
     compact = plan.compact(inputs.write_slots, inputs.read_slots, lanes, state.shape[-2])
-    table = _gather(state, compact, lanes, options.state_dtype)
+    table, source = tables.open_table(state, compact, lanes, options.state_dtype)
     inputs = inputs._replace(write_slots=compact.write_places, read_slots=compact.read_places)
     saved, codes = _plan(inputs, lanes, compact.row_start, options) if save else (_nothing(inputs), None)
-    readings = _run_forward(inputs, options, lanes, compact.row_start, table, saved, codes)
+    readings = _run_forward(inputs, options, lanes, compact.row_start, table, saved, codes, source)
     final_state = None
     if final:
         sequences = len(lanes.first) // max(lanes.stride, 1)
         whole = np.broadcast_to(state, (sequences, *state.shape)) if state.ndim == 3 else state
         final_state = np.array(whole, order="C")
-        _scatter(final_state, table, compact, lanes.of_own_state(), options.state_dtype)
+        tables.scatter(final_state, table, compact, lanes.of_own_state(), options.state_dtype)
     if not save:
         return readings, final_state, None
     kept = (table, compact.row_start, compact.row_slots, compact.write_places, compact.read_places)
@@ -46,16 +44,16 @@ def sparse_delta_forward(
 def sparse_delta_update(inputs: DeltaInputs, state: np.ndarray, options: DeltaOptions) -> np.ndarray:
     """Return readings; `state` [S, H, N, D] ends as after the last token."""
     lanes = _lanes(inputs, False)
-    if state.flags.c_contiguous and options.state_dtype in ("float32", "float64"):
+    if state.flags.c_contiguous and state.flags.aligned and options.state_dtype in ("float32", "float64"):
         slots, width = state.shape[2:]
         table = state.reshape(-1, width)
         row_start = np.arange(len(lanes.first) + 1, dtype=np.int64) * slots
         return _run_forward(inputs, options, lanes, row_start, table, _nothing(inputs))
     compact = plan.compact(inputs.write_slots, inputs.read_slots, lanes, state.shape[-2])
-    table = _gather(state, compact, lanes, options.state_dtype)
+    table = tables.gather(state, compact, lanes, options.state_dtype)
     inputs = inputs._replace(write_slots=compact.write_places, read_slots=compact.read_places)
     readings = _run_forward(inputs, options, lanes, compact.row_start, table, _nothing(inputs))
-    _scatter(state, table, compact, lanes, options.state_dtype)
+    tables.scatter(state, table, compact, lanes, options.state_dtype)
     return readings
 
 
@@ -72,8 +70,11 @@ def sparse_delta_backward(
     shared = len(state_shape) == 3
     lanes = _lanes(inputs, shared)
     compact = plan.Compact(write_places, read_places, row_start, row_slots)
-    table = rows.copy()
-    grad = np.zeros_like(table) if dfinal is None else _gather(dfinal, compact, lanes.of_own_state(), "float32")
+    table = memory.empty(rows.shape, rows.dtype)
+    if dfinal is None:
+        grad = memory.empty(rows.shape, rows.dtype)
+    else:
+        grad = tables.gather(dfinal, compact, lanes.of_own_state(), "float32")
     inputs = inputs._replace(write_slots=write_places, read_slots=read_places)
     x = _tokens(inputs)
     storage = _storage(options)
@@ -85,28 +86,30 @@ def sparse_delta_backward(
     group_columns = forward.group_width(width)
     parts = 1 if tile_columns >= width else -(-width // group_columns)
     sums = (inputs.write_weights.shape[-1], inputs.log_decay.shape[-1], 1, inputs.read_weights.shape[-1])
-    partials = backward.Partials(*(np.empty((parts, len(x.beta), n), table.dtype) for n in sums))
-    dvalues = np.empty_like(inputs.values)
+    partials = backward.Partials(*(memory.empty((parts, len(x.beta), n), table.dtype) for n in sums))
+    dvalues = memory.empty(inputs.values.shape, inputs.values.dtype)
     if not width:
         for partial in partials:
             partial[:] = 0
     flat_dreadings, flat_dvalues, per_slot = _flat(dreadings), _flat(dvalues), _PER_SLOT[options.rule]
 
+    fresh = np.ones((max(1, -(-width // tile_columns)), len(rows)), np.bool_)
+
     def job(lo: int, hi: int) -> None:
         backward.sparse_delta_backward(
-            lo, hi, tile_columns, group_columns, lanes.first, lanes.count, lanes.stride, row_start, table, grad, x,
-            kept, codes, storage, flat_dreadings, flat_dvalues, partials, per_slot,
+            lo, hi, tile_columns, group_columns, lanes.first, lanes.count, lanes.stride, row_start, rows, table, grad,
+            fresh, dfinal is not None, x, kept, codes, storage, flat_dreadings, flat_dvalues, partials, per_slot,
         )  # fmt: skip
 
     pool.run(_jobs(lanes, width, tile_columns), job, threads)
-    dk, ddecay, dbeta, dq = (_sum_parts(partial) for partial in partials)
+    dk, ddecay, dbeta, dq = (tables.sum_parts(partial) for partial in partials)
     return DeltaGradients(
         dvalues,
         dk.reshape(inputs.write_weights.shape),
         ddecay.reshape(inputs.log_decay.shape),
         dbeta.reshape(inputs.beta.shape),
         dq.reshape(inputs.read_weights.shape),
-        _state_gradient(grad, dfinal, compact, lanes, state_shape),
+        tables.state_gradient(grad, dfinal, compact, lanes, state_shape),
     )
 
 
@@ -115,11 +118,13 @@ def _lanes(inputs: DeltaInputs, shared_state: bool) -> plan.Lanes:
 
 
 def _tokens(inputs: DeltaInputs) -> Tokens:
-    return Tokens(*(_flat(x) for x in inputs[:4]), inputs.beta.reshape(-1), *(_flat(x) for x in inputs[5:7]))
+    return Tokens(
+        *(_flat(x) for x in inputs[:4]), memory.for_kernels(inputs.beta).reshape(-1), *(_flat(x) for x in inputs[5:7])
+    )
 
 
 def _flat(x: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return memory.for_kernels(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _storage(options: DeltaOptions) -> int:
@@ -150,17 +155,17 @@ def _plan(
     log_place, rows = plan.plan_log(places, weights, inputs.log_decay, inputs.beta, lanes, row_start, per_slot, tau)
     saved = nothing._replace(log_place=_flat(log_place))
     if not per_slot:
-        saved = saved._replace(error=np.empty((inputs.beta.size, width), inputs.values.dtype))
+        saved = saved._replace(error=memory.empty((inputs.beta.size, width), inputs.values.dtype))
     if storage == snapshot.NATIVE:
-        return saved._replace(log=np.empty((rows, width), inputs.values.dtype)), None
-    return saved, np.empty((rows, snapshot.row_bytes(width, storage)), np.uint8)
+        return saved._replace(log=memory.empty((rows, width), inputs.values.dtype)), None
+    return saved, memory.empty((rows, snapshot.row_bytes(width, storage)), np.uint8)
 
 
 def _tiles(inputs: DeltaInputs, lanes: plan.Lanes, storage: int) -> tuple[int, int]:
     """Return (columns of a tile, threads): whole rows stream best, so columns are cut only to feed the threads."""
     width = inputs.values.shape[-1]
     accesses = 2 * inputs.write_slots.size + inputs.read_slots.size
-    threads = 1 if accesses * width < _SMALL else pool.thread_count()
+    threads = 1 if accesses * width < pool.SMALL else pool.thread_count()
     count, columns = len(lanes.first), forward.group_width(width)
     whole_rows = storage in (snapshot.FP8, snapshot.INT4)  # one scale per row: its tile must see all of it
     if whole_rows or count % threads == 0 or count >= 4 * threads:
@@ -181,80 +186,20 @@ def _run_forward(
     table: np.ndarray,
     saved: Saved,
     codes: np.ndarray | None = None,
+    source: tables.Source | None = None,
 ) -> np.ndarray:
-    readings, storage = np.empty_like(inputs.values), _storage(options)
+    if source is None:
+        source = tables.no_source(table.shape[1], table.dtype)
+    readings, storage = memory.empty(inputs.values.shape, inputs.values.dtype), _storage(options)
     tile_columns, threads = _tiles(inputs, lanes, snapshot.NATIVE if codes is None else storage)
     x, flat_readings, per_slot = _tokens(inputs), _flat(readings), _PER_SLOT[options.rule]
     rounding = _ROUNDING.get(options.state_dtype)
 
     def job(lo: int, hi: int) -> None:
         forward.sparse_delta_forward(
-            lo, hi, tile_columns, lanes.first, lanes.count, lanes.stride, row_start, table, x, saved, codes, storage,
-            flat_readings, per_slot, rounding,
+            lo, hi, tile_columns, lanes.first, lanes.count, lanes.stride, row_start, table, *source, x, saved, codes,
+            storage, flat_readings, per_slot, rounding,
         )  # fmt: skip
 
     pool.run(_jobs(lanes, table.shape[1], tile_columns), job, threads)
     return readings
-
-
-def _table_of(state: np.ndarray, index: int) -> np.ndarray:
-    """Return the [N, D] table number `index` of a state [S, H, N, D], or of a shared one [H, N, D]."""
-    return state[index] if state.ndim == 3 else state[divmod(index, state.shape[1])]
-
-
-def _gather(state: np.ndarray, compact: plan.Compact, lanes: plan.Lanes, state_dtype: str) -> np.ndarray:
-    """Return the compact table: the touched rows of each lane's table, 16-bit ones widened to float32."""
-    compute = state.dtype if state.dtype.kind == "f" else np.dtype(np.float32)
-    table = np.empty((len(compact.row_slots), state.shape[-1]), compute)
-
-    def job(lo: int, hi: int) -> None:
-        for lane in range(lo, hi):
-            rows = slice(compact.row_start[lane], compact.row_start[lane + 1])
-            source, slots = _table_of(state, lanes.table[lane]), compact.row_slots[rows]
-            if source.dtype == compute:
-                np.take(source, slots, axis=0, out=table[rows], mode="clip")
-            else:
-                table[rows] = widen_state(np.take(source, slots, axis=0, mode="clip"), state_dtype)
-
-    pool.run(len(lanes.first), job, None if table.size >= _SMALL else 1)
-    return table
-
-
-def _scatter(state: np.ndarray, table: np.ndarray, compact: plan.Compact, lanes: plan.Lanes, state_dtype: str) -> None:
-    """Write the compact table's rows back to their slots."""
-
-    def job(lo: int, hi: int) -> None:
-        for lane in range(lo, hi):
-            rows = slice(compact.row_start[lane], compact.row_start[lane + 1])
-            _table_of(state, lanes.table[lane])[compact.row_slots[rows]] = narrow_state(table[rows], state_dtype)
-
-    pool.run(len(lanes.first), job, None if table.size >= _SMALL else 1)
-
-
-def _sum_parts(partial: np.ndarray) -> np.ndarray:
-    """Return the sum over the parts, first to last, as one tile adds them."""
-    total = partial[0]
-    for part in partial[1:]:
-        total += part
-    return total
-
-
-def _state_gradient(
-    grad: np.ndarray, dfinal: np.ndarray | None, compact: plan.Compact, lanes: plan.Lanes, state_shape: tuple[int, ...]
-) -> np.ndarray:
-    """Return dL/dM0: the touched rows' gradients, dfinal (or zero) elsewhere; a shared state sums its sequences."""
-    if dfinal is not None:
-        dstate = np.array(dfinal, order="C")
-        _scatter(dstate, grad, compact, lanes.of_own_state(), "float32")
-        return (
-            dstate
-            if len(state_shape) == 4
-            else _sum_parts(dstate)
-            if len(dstate)
-            else np.zeros(state_shape, grad.dtype)
-        )
-    dstate = np.zeros(state_shape, grad.dtype)
-    for lane, table in enumerate(lanes.table):
-        rows = slice(compact.row_start[lane], compact.row_start[lane + 1])
-        _table_of(dstate, table)[compact.row_slots[rows]] += grad[rows]
-    return dstate

@@ -86,6 +86,9 @@ class HybridLM(nn.Module):
     tie_embeddings, zero_head : bool
         Tie the head to the embedding; or start an untied head at zero.
     embedding_std : float
+    head_gain : float
+        Gain of the last norm at the start. Logits of a tied head start with std head_gain * embedding_std * sqrt(dim);
+        far above 1, training begins with unlearning them.
     ngram_buckets : int
         Rows for each of the hashed 2-, 3- and 4-gram embeddings; 0: none.
     hash_ids : {"position", "token", "previous"}
@@ -126,6 +129,7 @@ class HybridLM(nn.Module):
         tie_embeddings: bool = True,
         zero_head: bool = False,
         embedding_std: float = 0.02,
+        head_gain: float = 1.0,
         ngram_buckets: int = 0,
         hash_ids: str = "position",
         memory: Sequence[str] = (),
@@ -144,6 +148,7 @@ class HybridLM(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, kind, self._mixer(kind), hidden) for kind in kinds)
         self.norm = nn.RMSNorm(dim, eps=1e-6)
         self.head = None if tie_embeddings else nn.Linear(dim, vocab_size, bias=False)
+        nn.init.constant_(self.norm.weight, head_gain)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         if self.ngrams is not None:
             nn.init.normal_(self.ngrams.table.weight, std=embedding_std)

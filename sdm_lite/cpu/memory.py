@@ -1,0 +1,99 @@
+"""Large arrays whose memory is kept, when they are freed, for the next array of that size.
+
+A fresh page costs the system a fault and a fill, several times what a kernel pays to use it; a training step asks for
+the same tables again and again. Blocks return here when the last view of them is gone, and at most LIMIT bytes wait.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import os
+import threading
+
+import numpy as np
+
+_SMALLEST = 1 << 18  # bytes; below this malloc keeps the memory itself
+_STEP = 1 << 16  # sizes are rounded up to it, or to 1/16 of the size, so that nearly equal requests share
+
+
+def _limit() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 16
+    except (AttributeError, ValueError, OSError):
+        return 1 << 28
+
+
+LIMIT = _limit()  # bytes: a sixteenth of the machine's memory
+_waiting: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()  # by id, oldest first
+_bytes = 0
+_lock = threading.RLock()  # a collection of garbage may return a block while this thread holds the lock
+
+
+class _Block:
+    """Owns the memory of one array; whatever views it keeps it alive."""
+
+    def __init__(self, memory: np.ndarray):
+        self.memory = memory
+        self.__array_interface__ = memory.__array_interface__
+
+    def __del__(self) -> None:
+        if _lock is not None:  # None while the interpreter shuts down
+            _put_back(self.memory)
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return an uninitialised C-contiguous array."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if size < _SMALLEST:
+        return np.empty(shape, dtype)
+    step = max(_STEP, size >> 4)
+    memory = _take(-(-size // step) * step)
+    return np.asarray(_Block(memory))[:size].view(dtype).reshape(shape)
+
+
+class _Writable:
+    """Shows a read-only array's memory as writable, to a kernel that only reads it."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def for_kernels(array: np.ndarray) -> np.ndarray:
+    """Return an array that Numba types like all others: C-contiguous, aligned, writable. Kernels only read it.
+
+    Another type would mean compiling the kernel once more.
+    """
+    array = np.require(array, requirements=["C", "A"])
+    return array if array.flags.writeable else np.asarray(_Writable(array))
+
+
+def _take(size: int) -> np.ndarray:
+    global _bytes
+    with _lock:
+        for key in reversed(_waiting):
+            if size <= _waiting[key].nbytes <= size + (size >> 3):
+                memory = _waiting.pop(key)
+                _bytes -= memory.nbytes
+                return memory
+    return np.empty(size, np.uint8)
+
+
+def _put_back(memory: np.ndarray) -> None:
+    global _bytes
+    with _lock:
+        _waiting[id(memory)] = memory
+        _bytes += memory.nbytes
+        while _bytes > LIMIT:
+            _bytes -= _waiting.popitem(last=False)[1].nbytes
+
+
+def _forget_lock() -> None:
+    """Give a forked child a lock of its own: the parent's may be held by a thread that is not in it."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_lock)
