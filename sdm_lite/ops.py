@@ -14,6 +14,8 @@ from .rooms import DeltaInputs, DeltaOptions
 
 __all__ = ["hash_slots", "product_key_topk", "sparse_delta_rule", "sparse_delta_rule_"]
 
+_Call = tuple[Any, Any, Any, Any, Any, Any, Any]  # DeltaInputs without cu_seqlens
+
 
 def product_key_topk(scores: Any, k: int, *, factors: Any = None, backend: str | None = None) -> tuple[Any, Any]:
     """Select the k best slots of a product of factors, exactly, without forming the N scores.
@@ -204,14 +206,14 @@ def sparse_delta_rule(
     """
     op = "sparse_delta_rule"
     given = (values, write_slots, write_weights, log_decay, beta, read_slots, read_weights, initial_state, cu_seqlens)
-    kind, (*call, initial_state, cu_seqlens) = _opened(op, given)
+    kind, call, initial_state, cu_seqlens = _opened(op, given)
     validate.check_delta(op, *call, initial_state, cu_seqlens, in_place=False)
     tau = validate.real_number(op, "restore_tau", restore_tau)
     options = DeltaOptions(rule, restore, tau, snapshot_dtype, arrays.dtype_name(initial_state))
     validate.check_options(op, options)
     name = _backend(op, kind, backend)
     if len(call[3].shape) == 3:
-        call[3] = call[3][..., None]
+        call = (*call[:3], call[3][..., None], *call[4:])
     if kind == "torch":
         from . import torch_bridge
 
@@ -273,13 +275,13 @@ def sparse_delta_rule_(
     """
     op = "sparse_delta_rule_"
     given = (values, write_slots, write_weights, log_decay, beta, read_slots, read_weights, state, cu_seqlens)
-    kind, (*call, state, cu_seqlens) = _opened(op, given)
+    kind, call, state, cu_seqlens = _opened(op, given)
     validate.check_delta(op, *call, state, cu_seqlens, in_place=True)
     options = DeltaOptions(rule=rule, state_dtype=arrays.dtype_name(state))
     validate.check_options(op, options)
     name = _backend(op, kind, backend)
     if len(call[3].shape) == 3:
-        call[3] = call[3][..., None]
+        call = (*call[:3], call[3][..., None], *call[4:])
     if kind == "torch":
         from . import torch_bridge
 
@@ -316,16 +318,14 @@ def _state_name(op: str) -> str:
     return "state" if op.endswith("_") else "initial_state"
 
 
-def _opened(op: str, call: tuple) -> tuple[str, list]:
-    """Return the kind of a sparse delta call and its arrays, NumPy views of those of a foreign DLPack kind."""
-    *arguments, cu_seqlens = call
-    named = dict(zip((*DeltaInputs._fields[:7], _state_name(op)), arguments))
-    if cu_seqlens is not None:
-        named["cu_seqlens"] = cu_seqlens
-    kind = arrays.common_kind(op, named)
+def _opened(op: str, given: tuple) -> tuple[str, _Call, Any, Any]:
+    """Return a sparse delta call's kind, its seven arrays, state and cu_seqlens; foreign ones as NumPy views."""
+    named = dict(zip((*DeltaInputs._fields[:7], _state_name(op), "cu_seqlens"), given))
+    kind = arrays.common_kind(op, {name: x for name, x in named.items() if name != "cu_seqlens" or x is not None})
     if kind == "dlpack":
-        named = {name: arrays.to_numpy(op, name, x) for name, x in named.items()}
-    return kind, list(named.values()) if cu_seqlens is not None else [*named.values(), None]
+        named = {name: x if x is None else arrays.to_numpy(op, name, x) for name, x in named.items()}
+    v, ws, ww, g, b, rs, rw, state, cu_seqlens = named.values()
+    return kind, (v, ws, ww, g, b, rs, rw), state, cu_seqlens
 
 
 def _backend(op: str, kind: str, backend: str | None) -> str:
@@ -355,7 +355,7 @@ def _canonical(op: str, call: Sequence, state: Any, cu_seqlens: Any, check: bool
 
 
 def _tape_delta(
-    op: str, call: list, state: Any, cu_seqlens: Any, options: DeltaOptions, check: bool, final: bool, room: Any
+    op: str, call: _Call, state: Any, cu_seqlens: Any, options: DeltaOptions, check: bool, final: bool, room: Any
 ) -> tuple[Any, Any]:
     from .autograd import Tensor, memory_ops
 

@@ -4,7 +4,8 @@ The operations are `torch.library` custom ops (:mod:`sdm_lite.torch_bridge_ops`)
 `torch.compile(fullgraph=True)`, activation checkpointing, DDP and `torch.library.opcheck`. What the
 delta rule saves for its backward has a size that depends on the data: `torch.compile` without
 ``fullgraph=True`` runs a *training* step's delta rule outside the graph, unless
-``torch._dynamo.config.capture_dynamic_output_shape_ops`` is set.
+``torch._dynamo.config.capture_dynamic_output_shape_ops`` is set (``fullgraph=True`` implies it in torch 2.13;
+an older torch may want it set).
 
 Autocast: no operand is cast, on purpose. All arithmetic is in float32 (float64 for a float64 state)
 whatever comes in, so under bf16 or fp16 autocast values, weights and gates may each be 16-bit or

@@ -38,12 +38,17 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def to_floats(x: Tensor, dtype: torch.dtype) -> np.ndarray:
-    """Return a tensor's values as a contiguous array of the compute dtype: a view if it is one already."""
-    return x.detach().to(dtype).contiguous().numpy()
+    """Return a tensor's values as a plain array of the compute dtype: a view if it is one already."""
+    return arrays.plain(x.detach().to(dtype).numpy(), None)
+
+
+def to_int64(x: Tensor) -> np.ndarray:
+    """Return integers as a plain int64 array."""
+    return arrays.plain(x.detach().numpy(), np.int64)
 
 
 def to_slots(x: Tensor) -> np.ndarray:
-    """Return slots as contiguous int32; an int64 that does not fit stays outside any table's range."""
+    """Return slots as plain int32; an int64 that does not fit stays outside any table's range."""
     return arrays.to_slots(x.detach().numpy())
 
 
@@ -70,7 +75,7 @@ def to_inputs(call: Sequence[Tensor], cu_seqlens: Tensor | None, dtype: torch.dt
         to_floats(beta, dtype),
         to_slots(read_slots),
         to_floats(read_weights, dtype),
-        None if cu_seqlens is None else cu_seqlens.detach().to(torch.int64).contiguous().numpy(),
+        None if cu_seqlens is None else to_int64(cu_seqlens),
     )
 
 

@@ -106,7 +106,7 @@ product_key_topk_backward.register_autograd(_no_second_derivative("product_key_t
 )
 def hash_slots(ids, num_slots, k, seed, backend):
     """Return k slots per id, [..., k]."""
-    flat = ids.detach().to(torch.int64).contiguous().numpy().reshape(-1)
+    flat = convert.to_int64(ids).reshape(-1)
     slots = rooms.room(backend, "hash_slots").hash_slots_forward(flat, num_slots, k, seed)
     return torch.from_numpy(slots).view(*ids.shape, k)
 

@@ -401,12 +401,18 @@ def test_the_in_place_form_takes_no_tape_tensor():
     refuse_delta("in_place", named, "state", DtypeError, "tape")
 
 
-def test_a_wrong_thread_count(monkeypatch):
-    named = {key: x.copy() for key, x in call_of().items()}
-    for wrong in ("0", "-1", "two", "1.5"):
-        monkeypatch.setenv("SDM_LITE_NUM_THREADS", wrong)
-        with pytest.raises(ValueRangeError, match="SDM_LITE_NUM_THREADS"):
-            sdm_lite.sparse_delta_rule(*named.values())
+@pytest.mark.parametrize("wrong", ["0", "-1", "two", "1.5"])
+def test_a_wrong_thread_count(wrong, monkeypatch):
+    """Calls large enough for threads; smaller ones never look."""
+    case = cases.make_case(SIZES, dtype=np.float32, T=50, D=200)
+    state = case.state.tobytes()
+    monkeypatch.setenv("SDM_LITE_NUM_THREADS", wrong)
+    for op in OPS.values():
+        with pytest.raises(ValueRangeError, match=f"SDM_LITE_NUM_THREADS: expected .*, got '{wrong}'"):
+            getattr(sdm_lite, op)(*case.arguments())
+    assert case.state.tobytes() == state
+    with pytest.raises(ValueRangeError, match="SDM_LITE_NUM_THREADS"):
+        sdm_lite.product_key_topk(np.zeros((500, 8), np.float32), 4)
 
 
 # ---- addressing ---------------------------------------------------------------------------------------------------

@@ -90,7 +90,8 @@ def _start(child: Child) -> Child:
     environment = {**os.environ, **ONE_THREAD, PARENT_VARIABLE: str(os.getpid())}
     with open(child.folder / LOG, "wb") as log:
         child.process = subprocess.Popen(
-            [sys.executable, "-m", "sdm_lite.app.worker", str(child.folder), *child.arguments],
+            [sys.executable, "-m", "sdm_lite.app.worker", str(child.folder.resolve()), *child.arguments],
+            cwd=child.folder,  # -m looks for modules there first: a folder of the user's could hide the package
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -129,7 +130,10 @@ def _finish(child: Child, board: Board, stopping: bool) -> None:
     if code == 0:
         board.phase(child.name, "done", 1.0)
     elif not stopping:
-        raise CommandError(f"{child.name}: {last_line(child.folder / LOG) or f'ended with code {code}'}")
+        log = child.folder / LOG
+        # code 2 is a mistake in one line; anything else is a fault, and its log says more
+        more = "" if code == 2 else f" (ended with code {code}; see {log})"
+        raise CommandError(f"{child.name}: {last_line(log)}{more}")
 
 
 def last_line(path: Path) -> str:

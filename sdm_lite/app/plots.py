@@ -12,6 +12,7 @@ matplotlib.use("Agg")  # files only: no display is needed
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 
 from .files import write_whole
 
@@ -45,7 +46,7 @@ def position_picture(path: Path, runs: dict[str, list[dict[str, Any]]], trained:
             axes.plot(middle, [row["perplexity"] for row in rows], marker=mark, label=name)
         axes.axvline(trained, color="gray", linestyle="--", linewidth=1)
         axes.annotate(" trained up to here", (trained, axes.get_ylim()[1]), color="gray", va="top", fontsize=8)
-        axes.set_xscale("log", base=2)
+        _doubling(axes)
         axes.set_xlabel("position in the file (bytes)")
         axes.set_ylabel("perplexity per byte")
 
@@ -62,7 +63,7 @@ def recall_picture(path: Path, runs: dict[str, dict[str, float]], trained: int, 
         axes.axhline(chance, color="gray", linestyle=":", linewidth=1)
         axes.axvline(trained, color="gray", linestyle="--", linewidth=1)
         axes.annotate(" trained up to here", (trained, 0.03), color="gray", fontsize=8)
-        axes.set_xscale("log", base=2)
+        _doubling(axes)
         axes.set_ylim(0, 1.03)
         axes.set_xlabel("pairs to remember")
         axes.set_ylabel("queries answered right")
@@ -79,6 +80,12 @@ def _picture(path: Path, draw: Callable[[Any], None], title: str, caption: str) 
     axes.legend(frameon=False)
     figure.supxlabel(caption, fontsize=8, color="dimgray", wrap=True)
     write_whole(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
+
+
+def _doubling(axes: Any) -> None:
+    """Scale the x axis by powers of two, written as numbers."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
 def _smooth(losses: np.ndarray) -> np.ndarray:

@@ -122,23 +122,23 @@ _RECALL = {
 #: presets of `recall`; "demo" is used when none is named
 RECALL_PRESETS: dict[str, dict[str, Any]] = {
     "demo": _RECALL,
+    # learns in seconds: what the tests hold to
     "tiny": {
         **_RECALL,
-        "dim": 32,
-        "heads": 2,
-        "kv_heads": 2,
-        "slots": 64,
-        "writes": 8,
-        "reads": 8,
-        "key_dim": 16,
+        "dim": 64,
+        "slots": 256,
+        "writes": 16,
+        "reads": 16,
+        "key_dim": 32,
         "pairs": (4, 8),
         "eval_pairs": (4, 8, 16),
-        "eval_queries": 64,
+        "eval_queries": 512,
         "keys": 64,
         "values": 16,
-        "tokens": 192,
-        "steps": 10,
-        "warmup": 3,
+        "tokens": 768,
+        "steps": 100,
+        "warmup": 10,
+        "grow_every": 20,
     },
 }
 

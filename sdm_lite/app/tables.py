@@ -119,7 +119,8 @@ def demo_notes(text: dict[str, dict[str, Any]], recall: dict[str, dict[str, Any]
     pairs = max((key for key in next(iter(share.values())) if int(key) <= 256), key=int)
     first, *others = sorted(share, key=lambda name: -share[name][pairs])
     rest = ", ".join(f"{name} {100 * share[name][pairs]:.1f} %" for name in others)
-    states = [result["account"]["state_elements"] for result in recall.values()]
-    on_recall = f"Of {pairs} pairs {first} answers {100 * share[first][pairs]:.1f} %, {rest}: equal FLOPs, but the"
-    on_recall += f" larger state is {max(states) / max(min(states), 1):.3g} times larger."
+    states = {name: result["account"]["state_elements"] for name, result in recall.items()}
+    most = max(states, key=states.__getitem__)
+    on_recall = f"Of {pairs} pairs {first} answers {100 * share[first][pairs]:.1f} %, {rest}: at equal FLOPs, but"
+    on_recall += f" {most}'s state is {states[most] / max(min(states.values()), 1):.3g} times larger."
     return [on_text, on_recall]

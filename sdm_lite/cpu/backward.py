@@ -15,8 +15,9 @@ G is dL/dM. Per token and block of columns:
 
 Shapes: table and grad [rows, D]; dreadings, dvalues [n, D]; partial sums over D as in Partials.
 Ownership: a job is (lane, tile of whole groups of columns), as in the forward.
-Order of sums over D: lanes of a block in a fixed tree, blocks of a group ascending, then groups ascending, either here
-(one tile) or by the caller (a partial per group): the same additions for any number of tiles.
+Order of sums over D: columns NARROW apart first, then NARROW lanes in a fixed tree, for each block; blocks of a group
+ascending; then groups ascending, either here (one tile) or by the caller (a partial per group): the same additions
+for any number of tiles.
 Bytes per token and lane: (4 W + 3 R) D itemsize, and D itemsize for each of dreadings, error, dvalues.
 """
 
@@ -33,6 +34,8 @@ from .forward import (
     CHUNK,
     NARROW,
     TOKENS_AHEAD,
+    borrow_saved,
+    borrow_tokens,
     copy_columns,
     decays,
     longest,
@@ -40,7 +43,7 @@ from .forward import (
     weighted_rows,
 )
 from .snapshot import decode
-from .vector import fma, load, mul, prefetch, splat, store, sub, total, zeros
+from .vector import borrowed, fma, load, mul, prefetch, splat, store, sub, total, zeros
 
 
 class Partials(NamedTuple):
@@ -63,12 +66,26 @@ def sparse_delta_backward(
     unless that is given) at its first touch, while fresh[tile, row] is set.
     None for `codes` (the log's rows below float32) or `per_slot` leaves that branch out when compiling.
     """
+    x, saved = borrow_tokens(x), borrow_saved(saved)
+    rows, table, grad, fresh = borrowed(rows), borrowed(table), borrowed(grad), borrowed(fresh)
+    dreadings, dvalues = borrowed(dreadings), borrowed(dvalues)
+    partials = Partials(
+        borrowed(partials.dwrite_weights),
+        borrowed(partials.dlog_decay),
+        borrowed(partials.dbeta),
+        borrowed(partials.dread_weights),
+    )
     width, writes, reads = table.shape[1], x.write_slots.shape[1], x.read_slots.shape[1]
     tiles = (width + tile_columns - 1) // tile_columns
-    alpha, inverse = np.empty(writes, table.dtype), np.empty(writes, table.dtype)
-    dk, dq = np.empty(writes, table.dtype), np.empty(reads, table.dtype)
-    ddecay, dbeta = np.empty(x.log_decay.shape[1], table.dtype), np.empty(1, table.dtype)
-    decoded = np.empty((0 if codes is None else writes, width), table.dtype)
+    scratch = np.empty((6, max(writes, reads, BLOCK, 1)), table.dtype)
+    alpha, inverse = borrowed(scratch[0, :writes]), borrowed(scratch[1, :writes])
+    dk, dq = borrowed(scratch[2, :writes]), borrowed(scratch[3, :reads])
+    ddecay, dbeta = borrowed(scratch[4, : x.log_decay.shape[1]]), borrowed(scratch[5, :1])
+    decoded_rows, pair = (
+        np.empty((0 if codes is None else writes, width), table.dtype),
+        np.empty((2, BLOCK), table.dtype),
+    )
+    decoded, delta, pull = borrowed(decoded_rows), borrowed(pair[:1]), borrowed(pair[1:])
     wide, narrow = zeros(table.dtype, BLOCK), zeros(table.dtype, NARROW)
     chunks = (longest(count, lo // tiles, hi // tiles) + CHUNK - 1) // CHUNK
     for t0 in range((chunks - 1) * CHUNK, -1, -CHUNK):
@@ -96,116 +113,183 @@ def sparse_delta_backward(
                         if saved.log_place[token, w] >= 0:
                             decode(codes[saved.log_place[token, w]], begin, tile_end, storage, decoded[w])
                 for c0 in range(begin, tile_end, group_columns):
-                    end = min(c0 + group_columns, tile_end)
                     sums = _zero(dk, ddecay, dbeta, dq)
-                    c = c0
-                    while c + BLOCK <= end:
-                        _block(c, wide, None, row0, token, table, grad, x, saved, decoded, dreadings, dvalues,
-                               alpha, inverse, sums, per_slot)  # fmt: skip
-                        c += BLOCK
-                    while c + NARROW <= end:
-                        _block(c, narrow, None, row0, token, table, grad, x, saved, decoded, dreadings, dvalues,
-                               alpha, inverse, sums, per_slot)  # fmt: skip
-                        c += NARROW
-                    if c < end:
-                        _block(c, narrow, end - c, row0, token, table, grad, x, saved, decoded, dreadings, dvalues,
-                               alpha, inverse, sums, per_slot)  # fmt: skip
+                    for c in range(c0, min(c0 + group_columns, tile_end), BLOCK):
+                        n = min(BLOCK, tile_end - c)
+                        _read(c, n, narrow, wide, row0, token, table, grad, x, dreadings, dq)
+                        if per_slot is None:
+                            _ddelta(c, n, narrow, wide, row0, token, grad, x, saved.error, dvalues, delta, pull, dbeta)
+                            _write_shared(c, n, narrow, wide, row0, token, table, grad, x, saved, decoded, delta, pull,
+                                          alpha, inverse, sums)  # fmt: skip
+                        else:
+                            _write_per_slot(c, n, narrow, wide, row0, token, table, grad, x, saved, decoded, dvalues,
+                                            alpha, inverse, sums)  # fmt: skip
                     part = 0 if tiles == 1 else c0 // group_columns
                     _put(partials.dwrite_weights[part, token], dk, tiles == 1 and c0 > 0)
                     _put(partials.dlog_decay[part, token], ddecay, tiles == 1 and c0 > 0)
                     _put(partials.dbeta[part, token], dbeta, tiles == 1 and c0 > 0)
                     _put(partials.dread_weights[part, token], dq, tiles == 1 and c0 > 0)
+    return scratch.size + decoded_rows.size + pair.size  # keeps the scratch alive till here
+
+
+# Below, columns [c, c + n) of one block are walked NARROW at a time, the last step masked: a wider step would not leave
+# registers for all that an undone row needs. `narrow` and `wide` are zero vectors of NARROW and BLOCK lanes.
 
 
 @inlined
-def _block(c, zero, n, row0, token, table, grad, x, saved, decoded, dreadings, dvalues, alpha, inverse, sums, per_slot):
-    _read(c, zero, n, row0, token, table, grad, x, load(dreadings, token, c, zero, n), sums[3])
-    if per_slot is None:
-        _write_shared(c, zero, n, row0, token, table, grad, x, saved, decoded, dvalues, alpha, inverse, sums)
-    else:
-        _write_per_slot(c, zero, n, row0, token, table, grad, x, saved, decoded, dvalues, alpha, inverse, sums)
-
-
-@inlined
-def _write_shared(c, zero, n, row0, token, table, grad, x, saved, decoded, dvalues, alpha, inverse, sums):
-    dk, ddecay, dbeta, dq = sums
-    beta = x.beta[token]
-    ddelta = weighted_rows(grad, row0, x.write_slots, token, x.write_weights[token], c, zero, n)
-    error = load(saved.error, token, c, zero, n)
-    store(dvalues, token, c, mul(splat(beta, zero), ddelta), n)
-    dbeta[0] += total(mul(ddelta, error))
-    delta, pull = mul(splat(beta, zero), error), mul(splat(-beta, zero), ddelta)
-    dgate = zero
-    last = x.write_slots.shape[1] - 1
-    for w in range(x.write_slots.shape[1]):
-        row, weight = row0 + x.write_slots[token, w], x.write_weights[token, w]
-        prefetch(table, row0 + x.write_slots[token, min(w + AHEAD, last)], c, zero)
-        g = load(grad, row, c, zero, n)
-        if saved.log_place[token, w] >= 0:
-            before = _logged(saved, decoded, token, w, c, zero, n)
-        else:
-            before = mul(fma(splat(-weight, zero), delta, load(table, row, c, zero, n)), splat(inverse[w], zero))
-        decayed = mul(splat(alpha[w], zero), before)
-        dm = fma(splat(weight, zero), pull, g)
-        dk[w] += total(fma(pull, decayed, mul(g, delta)))
-        if len(ddecay) == 1:
-            dgate = fma(dm, decayed, dgate)
-        else:
-            ddecay[w] += total(mul(dm, decayed))
-        store(grad, row, c, mul(splat(alpha[w], zero), dm), n)
-        store(table, row, c, before, n)
-    if len(ddecay) == 1:
-        ddecay[0] += total(dgate)
-
-
-@inlined
-def _write_per_slot(c, zero, n, row0, token, table, grad, x, saved, decoded, dvalues, alpha, inverse, sums):
-    dk, ddecay, dbeta, dq = sums
-    beta, value = x.beta[token], load(x.values, token, c, zero, n)
-    dvalue, dgate, dstrength = zero, zero, zero
-    for w in range(x.write_slots.shape[1]):
-        row, weight = row0 + x.write_slots[token, w], x.write_weights[token, w]
-        step = beta * weight
-        g = load(grad, row, c, zero, n)
-        if saved.log_place[token, w] >= 0:
-            before = _logged(saved, decoded, token, w, c, zero, n)
-        else:
-            before = mul(fma(splat(-step, zero), value, load(table, row, c, zero, n)), splat(inverse[w], zero))
-        decayed = mul(splat(alpha[w], zero), before)
-        along = mul(g, sub(value, decayed))
-        dvalue = fma(splat(step, zero), g, dvalue)
-        dstrength = fma(splat(weight, zero), along, dstrength)
-        dk[w] += beta * total(along)
-        dm = fma(splat(-step, zero), g, g)
-        if len(ddecay) == 1:
-            dgate = fma(dm, decayed, dgate)
-        else:
-            ddecay[w] += total(mul(dm, decayed))
-        store(grad, row, c, mul(splat(alpha[w], zero), dm), n)
-        store(table, row, c, before, n)
-    store(dvalues, token, c, dvalue, n)
-    dbeta[0] += total(dstrength)
-    if len(ddecay) == 1:
-        ddecay[0] += total(dgate)
-
-
-@inlined
-def _read(c, zero, n, row0, token, table, grad, x, dy, dq):
+def _read(c, n, narrow, wide, row0, token, table, grad, x, dreadings, dq):
+    """Take the reading back: G[r] += q_r dy and dq_r += <M[r], dy>."""
     last = x.read_slots.shape[1] - 1
     for r in range(x.read_slots.shape[1]):
         ahead = row0 + x.read_slots[token, min(r + AHEAD, last)]
-        prefetch(table, ahead, c, zero)
-        prefetch(grad, ahead, c, zero)
-        row = row0 + x.read_slots[token, r]
-        dq[r] += total(mul(load(table, row, c, zero, n), dy))
-        store(grad, row, c, fma(splat(x.read_weights[token, r], zero), dy, load(grad, row, c, zero, n)), n)
+        prefetch(table, ahead, c, wide)
+        prefetch(grad, ahead, c, wide)
+        row, weight = row0 + x.read_slots[token, r], splat(x.read_weights[token, r], narrow)
+        along = narrow
+        i = 0
+        while i + NARROW <= n:
+            along = _read_step(c + i, None, narrow, row, weight, token, table, grad, dreadings, along)
+            i += NARROW
+        if i < n:
+            along = _read_step(c + i, n - i, narrow, row, weight, token, table, grad, dreadings, along)
+        dq[r] += total(along)
 
 
 @inlined
-def _logged(saved, decoded, token, w, c, zero, n):
+def _read_step(c, n, zero, row, weight, token, table, grad, dreadings, along):
+    dy = load(dreadings, token, c, zero, n)
+    store(grad, row, c, fma(weight, dy, load(grad, row, c, zero, n)), n)
+    return fma(load(table, row, c, zero, n), dy, along)
+
+
+@inlined
+def _ddelta(c, n, narrow, wide, row0, token, grad, x, error, dvalues, delta, pull, dbeta):
+    """Set dv, and in scratch delta = beta error and pull = -beta ddelta; add to dbeta."""
+    if n == BLOCK:
+        dbeta[0] += _ddelta_step(0, c, None, wide, row0, token, grad, x, error, dvalues, delta, pull)
+        return
+    i = 0
+    while i + NARROW <= n:
+        dbeta[0] += _ddelta_step(i, c + i, None, narrow, row0, token, grad, x, error, dvalues, delta, pull)
+        i += NARROW
+    if i < n:
+        dbeta[0] += _ddelta_step(i, c + i, n - i, narrow, row0, token, grad, x, error, dvalues, delta, pull)
+
+
+@inlined
+def _ddelta_step(i, c, n, zero, row0, token, grad, x, errors, dvalues, delta, pull):
+    beta = x.beta[token]
+    ddelta = weighted_rows(grad, row0, x.write_slots, token, x.write_weights[token], c, zero, n)
+    error = load(errors, token, c, zero, n)
+    store(dvalues, token, c, mul(splat(beta, zero), ddelta), n)
+    store(delta, np.int64(0), i, mul(splat(beta, zero), error), n)
+    store(pull, np.int64(0), i, mul(splat(-beta, zero), ddelta), n)
+    return total(mul(ddelta, error))
+
+
+@inlined
+def _write_shared(
+    c, n, narrow, wide, row0, token, table, grad, x, saved, decoded, delta, pull, alpha, inverse, sums
+):  # fmt: skip
+    """Undo the write: rows back to M_prev, G through the decay and the residual; add to dk and dlog_decay."""
+    dk, ddecay, dbeta, dq = sums
+    last = x.write_slots.shape[1] - 1
+    gate = narrow
+    for w in range(x.write_slots.shape[1]):
+        prefetch(table, row0 + x.write_slots[token, min(w + AHEAD, last)], c, wide)
+        row, weight = row0 + x.write_slots[token, w], x.write_weights[token, w]
+        logged = saved.log_place[token, w] >= 0
+        log, log_row = _log_row(saved, decoded, token, w)
+        along = narrow
+        i = 0
+        while i + NARROW <= n:
+            along, gate = _undo_shared(i, c + i, None, narrow, row, weight, alpha[w], inverse[w], logged, log, log_row,
+                                       table, grad, delta, pull, along, gate)  # fmt: skip
+            i += NARROW
+        if i < n:
+            along, gate = _undo_shared(i, c + i, n - i, narrow, row, weight, alpha[w], inverse[w], logged, log, log_row,
+                                       table, grad, delta, pull, along, gate)  # fmt: skip
+        dk[w] += total(along)
+        if len(ddecay) > 1:
+            ddecay[w] += total(gate)
+            gate = narrow
+    if len(ddecay) == 1:
+        ddecay[0] += total(gate)
+
+
+@inlined
+def _undo_shared(
+    i, c, n, zero, row, weight, alpha, inverse, logged, log, log_row, table, grad, deltas, pulls, along, gate
+):  # fmt: skip
+    delta, pull = load(deltas, np.int64(0), i, zero, n), load(pulls, np.int64(0), i, zero, n)
+    if logged:
+        before = load(log, log_row, c, zero, n)
+    else:
+        before = mul(fma(splat(-weight, zero), delta, load(table, row, c, zero, n)), splat(inverse, zero))
+    g = load(grad, row, c, zero, n)
+    decayed = mul(splat(alpha, zero), before)
+    dm = fma(splat(weight, zero), pull, g)
+    store(grad, row, c, mul(splat(alpha, zero), dm), n)
+    store(table, row, c, before, n)
+    return fma(pull, decayed, fma(g, delta, along)), fma(dm, decayed, gate)
+
+
+@inlined
+def _write_per_slot(c, n, narrow, wide, row0, token, table, grad, x, saved, decoded, dvalues, alpha, inverse, sums):
+    """Undo the writes of rule "per_slot", each by itself; set dv, add to dk, dbeta and dlog_decay."""
+    dk, ddecay, dbeta, dq = sums
+    last = x.write_slots.shape[1] - 1
+    beta, gate = x.beta[token], narrow
+    for i in range(c, c + n):
+        dvalues[token, i] = 0.0
+    for w in range(x.write_slots.shape[1]):
+        prefetch(table, row0 + x.write_slots[token, min(w + AHEAD, last)], c, wide)
+        row, step = row0 + x.write_slots[token, w], beta * x.write_weights[token, w]
+        logged = saved.log_place[token, w] >= 0
+        log, log_row = _log_row(saved, decoded, token, w)
+        along = narrow
+        i = 0
+        while i + NARROW <= n:
+            along, gate = _undo_per_slot(c + i, None, narrow, row, step, alpha[w], inverse[w], logged, log, log_row,
+                                         table, grad, x.values, dvalues, token, along, gate)  # fmt: skip
+            i += NARROW
+        if i < n:
+            along, gate = _undo_per_slot(c + i, n - i, narrow, row, step, alpha[w], inverse[w], logged, log, log_row,
+                                         table, grad, x.values, dvalues, token, along, gate)  # fmt: skip
+        dstep = total(along)
+        dk[w] += beta * dstep
+        dbeta[0] += x.write_weights[token, w] * dstep
+        if len(ddecay) > 1:
+            ddecay[w] += total(gate)
+            gate = narrow
+    if len(ddecay) == 1:
+        ddecay[0] += total(gate)
+
+
+@inlined
+def _undo_per_slot(
+    c, n, zero, row, step, alpha, inverse, logged, log, log_row, table, grad, values, dvalues, token, along, gate
+):  # fmt: skip
+    value = load(values, token, c, zero, n)
+    if logged:
+        before = load(log, log_row, c, zero, n)
+    else:
+        before = mul(fma(splat(-step, zero), value, load(table, row, c, zero, n)), splat(inverse, zero))
+    g = load(grad, row, c, zero, n)
+    decayed = mul(splat(alpha, zero), before)
+    dm = fma(splat(-step, zero), g, g)
+    store(dvalues, token, c, fma(splat(step, zero), g, load(dvalues, token, c, zero, n)), n)
+    store(grad, row, c, mul(splat(alpha, zero), dm), n)
+    store(table, row, c, before, n)
+    return fma(g, sub(value, decayed), along), fma(dm, decayed, gate)
+
+
+@inlined
+def _log_row(saved, decoded, token, w):
+    """Return where the row that the token overwrote was logged, as (array, row); only meant where it was."""
     if decoded.shape[0]:
-        return load(decoded, np.int64(w), c, zero, n)
-    return load(saved.log, np.int64(saved.log_place[token, w]), c, zero, n)
+        return decoded, np.int64(w)
+    return saved.log, np.int64(saved.log_place[token, w])
 
 
 @inlined

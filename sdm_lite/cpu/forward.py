@@ -22,7 +22,7 @@ import numpy as np
 
 from .compile import inlined, kernel
 from .snapshot import encode
-from .vector import fma, load, mul, prefetch, round_bf16, round_fp16, splat, store, sub, zeros
+from .vector import borrowed, fma, load, mul, prefetch, round_bf16, round_fp16, splat, store, sub, zeros
 
 BLOCK, NARROW = 64, 16  # columns of a full block, and of one in what D leaves over
 AHEAD, TOKENS_AHEAD = 8, 2  # rows, and tokens, between a prefetch and its use
@@ -68,9 +68,12 @@ def sparse_delta_forward(
     no rows where the table is complete already.
     None for `codes` (the log's rows below float32), `per_slot` or `rounding` leaves that branch out when compiling.
     """
+    x, saved = borrow_tokens(x), borrow_saved(saved)
+    table, source, row_slots, readings = borrowed(table), borrowed(source), borrowed(row_slots), borrowed(readings)
     width, writes = table.shape[1], x.write_slots.shape[1]
     tiles = (width + tile_columns - 1) // tile_columns
-    alpha, scaled = np.empty(writes, table.dtype), np.empty(writes, table.dtype)
+    scratch = np.empty((2, writes), table.dtype)
+    alpha, scaled = borrowed(scratch[0]), borrowed(scratch[1])
     wide, narrow = zeros(table.dtype, BLOCK), zeros(table.dtype, NARROW)
     present = np.zeros(hi - lo, np.int64)  # rows of each job's compact table that are filled
     for t0 in range(0, longest(count, lo // tiles, hi // tiles), CHUNK):
@@ -109,6 +112,27 @@ def sparse_delta_forward(
                     _block(
                         c, narrow, end - c, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding
                     )
+    return scratch.size  # keeps the scratch alive till here
+
+
+@inlined
+def borrow_tokens(x):
+    """Return the arrays without their reference counts."""
+    return Tokens(
+        borrowed(x.values),
+        borrowed(x.write_slots),
+        borrowed(x.write_weights),
+        borrowed(x.log_decay),
+        borrowed(x.beta),
+        borrowed(x.read_slots),
+        borrowed(x.read_weights),
+    )
+
+
+@inlined
+def borrow_saved(saved):
+    """Return the arrays without their reference counts."""
+    return Saved(borrowed(saved.error), borrowed(saved.log), borrowed(saved.log_place))
 
 
 @inlined

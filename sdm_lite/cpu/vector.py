@@ -65,6 +65,22 @@ def _function(builder, name, result, arguments):
 
 
 @intrinsic
+def borrowed(typingctx, array):
+    """Return the array without its reference count: it must be kept alive by its owner.
+
+    Numba counts references atomically at every use of an array in a loop, on a cache line that all threads share.
+    """
+
+    def codegen(context, builder, signature, arguments):
+        struct = context.make_array(array)(context, builder, arguments[0])
+        struct.meminfo = ir.Constant(struct.meminfo.type, None)
+        struct.parent = ir.Constant(struct.parent.type, None)
+        return struct._getvalue()
+
+    return array(array), codegen
+
+
+@intrinsic
 def zeros(typingctx, dtype, lanes):
     """Return a vector of `lanes` (a literal) zeros of the dtype given."""
     if not isinstance(lanes, types.IntegerLiteral):
