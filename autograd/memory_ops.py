@@ -60,7 +60,8 @@ class _SparseDeltaRule(Function):
         )
         if any(ctx.needs):
             ctx.save(inputs, saved)
-            ctx.options, ctx.room, ctx.state_shape = options, room, state.shape
+            ctx.options, ctx.room = options, room
+            ctx.state_shape = state.shape if ctx.needs[-1] else None
         if final_state is not None:
             final_state = final_state.view(state.dtype) if _half(options) else final_state
         return readings.astype(arrays[0].dtype, copy=False), final_state

@@ -14,6 +14,7 @@ Doors (the same names, parameters and defaults in every room; a test compares th
         -> readings [B, T, H, D], final_state or None, saved or None       state is left as it is
     sparse_delta_update(inputs, state, options) -> readings                state [S, H, N, D] in place
     sparse_delta_backward(inputs, options, saved, dreadings, dfinal, state_shape) -> DeltaGradients
+        dfinal is None where the final state has no gradient; state_shape is None where none is wanted for the state
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class DeltaInputs(NamedTuple):
 
 
 class DeltaGradients(NamedTuple):
-    """Gradients of a sparse delta call, in the compute dtype; `initial_state` has the state's shape."""
+    """Gradients of a sparse delta call, in the compute dtype; `initial_state` has the state's shape, or is None."""
 
     values: Any
     write_weights: Any

@@ -217,7 +217,7 @@ def sparse_delta_rule_backward(*operands):
         convert.unpack_saved(x.saved),
         convert.to_floats(x.dreadings, compute),
         None if x.dfinal is None else convert.to_floats(x.dfinal, compute),
-        tuple(x.state_shape),
+        tuple(x.state_shape) if x.wanted[5] else None,
     )
     dtypes = [like.dtype for like in (x.values, x.write_weights, x.log_decay, x.beta, x.read_weights)]
     named = zip(gradients, [*dtypes, x.state_dtype], x.wanted, strict=True)

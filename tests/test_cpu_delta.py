@@ -330,3 +330,14 @@ def test_group_width_depends_on_the_row_width_alone_and_bounds_the_partial_sums(
     for width in (1, 16, 64, 65, 512, 960, 1920, 4096):
         columns = forward.group_width(width)
         assert columns % forward.BLOCK == 0 and -(-width // columns) <= forward.MOST_GROUPS
+
+
+@pytest.mark.parametrize("room", [cpu, reference], ids=["cpu", "reference"])
+def test_state_gradient_is_left_out_where_it_is_not_wanted(room):
+    case = make_case("shared_state", seed=20, dtype=np.float32)
+    _, _, saved = room.sparse_delta_forward(case.inputs, case.state, options(), save=True)
+    args = (case.inputs, options(), saved, case.dreadings, case.dfinal)
+    with_state = room.sparse_delta_backward(*args, case.state.shape)
+    without = room.sparse_delta_backward(*args, None)
+    assert without.initial_state is None and with_state.initial_state.shape == case.state.shape
+    assert all(np.array_equal(a, b) for a, b in zip(with_state[:5], without[:5]))

@@ -83,7 +83,7 @@ def compare(
         settings[name] = settings_for(COMMAND, TRAIN_PRESETS, preset, options.preset, wanted, folder, stored[name])
     build_task(COMMAND, next(iter(settings.values())))  # a data mistake shows here, before any process starts
     accounts = accounts_of(settings)
-    if not any(stored.values()):
+    if "steps" in given or not any(stored.values()):  # a resumed run's own steps are matched already
         settings = match_steps(settings, accounts)
     tables.show_accounts(console, accounts, {name: one.steps for name, one in settings.items()})
     make_folder(COMMAND, "--out", out)

@@ -63,12 +63,14 @@ def sparse_delta_backward(
     saved: tuple[np.ndarray, ...],
     dreadings: np.ndarray,
     dfinal: np.ndarray | None,
-    state_shape: tuple[int, ...],
+    state_shape: tuple[int, ...] | None,
 ) -> DeltaGradients:
-    """Return the gradients; `saved` is left as it is, so that a second backward gives the same numbers."""
+    """Return the gradients; `saved` is left as it is, so that a second backward gives the same numbers.
+
+    The state's own gradient, as large as the state, is left out (None) where `state_shape` is None.
+    """
     rows, row_start, row_slots, write_places, read_places, error, log, log_place = saved
-    shared = len(state_shape) == 3
-    lanes = _lanes(inputs, shared)
+    lanes = _lanes(inputs, state_shape is not None and len(state_shape) == 3)
     compact = plan.Compact(write_places, read_places, row_start, row_slots)
     table = memory.empty(rows.shape, rows.dtype)
     if dfinal is None:
@@ -109,7 +111,7 @@ def sparse_delta_backward(
         ddecay.reshape(inputs.log_decay.shape),
         dbeta.reshape(inputs.beta.shape),
         dq.reshape(inputs.read_weights.shape),
-        tables.state_gradient(grad, dfinal, compact, lanes, state_shape),
+        None if state_shape is None else tables.state_gradient(grad, dfinal, compact, lanes, state_shape),
     )
 
 

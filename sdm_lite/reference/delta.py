@@ -196,7 +196,7 @@ def sparse_delta_backward(
     saved: tuple[np.ndarray, ...],
     dreadings: np.ndarray,
     dfinal: np.ndarray | None,
-    state_shape: tuple[int, ...],
+    state_shape: tuple[int, ...] | None,
 ) -> DeltaGradients:
     """Return the gradients of the inputs and of the initial state, in the compute dtype.
 
@@ -213,15 +213,14 @@ def sparse_delta_backward(
         Gradient of the readings.
     dfinal : array [S, H, N, D] or None
         Gradient of the final state.
-    state_shape : tuple of int
-        Shape of the initial state, (S, H, N, D) or (H, N, D): the shape of its gradient, which for a
+    state_shape : tuple of int or None
+        None where the initial state's gradient is not wanted. Else the state's shape, (S, H, N, D) or (H, N, D): the shape of its gradient, which for a
         shared state is summed over the sequences in ascending order.
     """
     dtype = inputs.values.dtype
     spans = _spans(inputs)
     memory = decode_rows(saved[0], options.state_dtype, dtype)
-    shape = (len(spans), *state_shape[-3:])
-    dstate = np.zeros(shape, dtype) if dfinal is None else np.array(dfinal, dtype, order="C")
+    dstate = np.zeros(memory.shape, dtype) if dfinal is None else np.array(dfinal, dtype, order="C")
     grads = DeltaGradients(
         values=np.zeros_like(inputs.values),
         write_weights=np.zeros_like(inputs.write_weights),
@@ -235,6 +234,8 @@ def sparse_delta_backward(
             for h in range(inputs.values.shape[2]):
                 rows = decode_rows(saved[1][b, t, h], options.state_dtype, dtype)
                 _token_backward(inputs, (b, t, h), options.rule, memory[s, h], dstate[s, h], rows, dreadings, grads)
+    if state_shape is None:
+        return grads._replace(initial_state=None)
     if len(state_shape) == 3:
         total = np.zeros(state_shape, dtype)
         for s in range(len(spans)):
