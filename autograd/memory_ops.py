@@ -50,10 +50,7 @@ class _SparseDeltaRule(Function):
     ) -> Any:
         *arrays, state = arguments
         dtype = _compute_dtype(options.state_dtype)
-        inputs = DeltaInputs(
-            *(_canonical(a, dtype if _is_float(a) else np.int32) for a in arrays),
-            cu_seqlens=cu_seqlens,
-        )
+        inputs = DeltaInputs._make([*(_canonical(a, dtype if _is_float(a) else np.int32) for a in arrays), cu_seqlens])
         bits = _state_bits(state, options)
         readings, final_state, saved = room.sparse_delta_forward(
             inputs, bits, options, save=any(ctx.needs), final=final

@@ -99,6 +99,13 @@ def hash_slots(ids: Any, num_slots: int, k: int, *, seed: int = 0, backend: str 
     slots : array [..., k], int32
         Ascending and distinct, a function of (id, num_slots, k, seed) alone.
 
+    Raises
+    ------
+    ValueRangeError
+        Where num_slots is not 1 to 2^31 - 1, or k not 1 to num_slots.
+    DtypeError, DeviceError, BackendError
+        Where an argument is no whole number, or no room serves the array.
+
     Examples
     --------
     >>> import numpy as np

@@ -138,7 +138,7 @@ def _digest(path: Path) -> str:
 
 def _remove_unnamed(folder: Path) -> None:
     """Delete array files that no checkpoint of this folder names any more."""
-    named = set()
+    named: set[str] = set()
     for path in folder.glob("*.json"):
         try:
             files = read_json("checkpoint", path).get("files", {})

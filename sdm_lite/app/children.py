@@ -34,7 +34,7 @@ class Child:
     name: str
     folder: Path
     arguments: list[str]
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] = field(init=False)
     started: float = 0.0
     seen: int = field(default=-1)
 
@@ -52,7 +52,8 @@ def run_children(children: list[Child], board: Board, stop: StopRequest) -> bool
     CommandError
         When a child fails, with the last line that it wrote.
     """
-    waiting, running = list(children), []
+    waiting = list(children)
+    running: list[Child] = []
     told = False
     try:
         while waiting or running:
@@ -125,7 +126,6 @@ def _show(child: Child, board: Board) -> None:
 
 
 def _finish(child: Child, board: Board, stopping: bool) -> None:
-    assert child.process is not None
     code = child.process.returncode
     if code == 0:
         board.phase(child.name, "done", 1.0)

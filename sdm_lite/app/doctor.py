@@ -122,12 +122,11 @@ def check_speed() -> tuple[bool, str]:
     from ..ops import sparse_delta_rule_
 
     B, T, H, N, D, W = 1, 512, 2, 4096, 128, 32
-    call = _call(np.float32, B, T, H, N, D, W)
-    state = np.ascontiguousarray(call[-1])
+    values, slots, weights, log_decay, beta, read_slots, read_weights, state = _call(np.float32, B, T, H, N, D, W)
     times = []
     for _ in range(6):
         started = time.perf_counter()
-        sparse_delta_rule_(*call[:-1], state)
+        sparse_delta_rule_(values, slots, weights, log_decay, beta, read_slots, read_weights, state)
         times.append(time.perf_counter() - started)
     best = min(times[1:])  # the first call compiles, or loads what was compiled
     return True, f"first call {times[0]:.2f} s, then {B * T / best / 1e3:.0f}k tokens/s (T={T}, H={H}, D={D}, W=R={W})"
@@ -148,7 +147,7 @@ def check_torch() -> tuple[bool, str]:
     readings, _ = sparse_delta_rule(*tensors)
     same = np.array_equal(readings.detach().numpy(), sparse_delta_rule(*call)[0])
     readings.sum().backward()
-    finite = all(bool(tensor.grad.isfinite().all()) for tensor in tensors if tensor.requires_grad)
+    finite = all(t.grad is not None and bool(t.grad.isfinite().all()) for t in tensors if t.requires_grad)
     good = same and finite
     return good, "torch equals NumPy" if good else f"same readings: {same}, finite gradients: {finite}"
 

@@ -11,7 +11,7 @@ from typing import Any
 from .mistakes import mistake
 
 
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, sync it to the disk and rename it to `path`.
 
     A process killed at any moment leaves either the old file or the new one under `path`, never a part.

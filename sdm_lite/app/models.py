@@ -67,7 +67,7 @@ def account(model: HybridLM, settings: Settings) -> dict[str, Any]:
     flops = flops_per_token(model, context=context)
     parameters = parameter_counts(model)
     state = state_elements(model, context=context)
-    mixers = [block for block, kind in zip(model.blocks, settings.layers) if kind == "mixer"]
+    mixers: list[Any] = [block for block, kind in zip(model.blocks, settings.layers) if kind == "mixer"]
     return {
         "flops_per_token": flops["total"],
         "flops": flops,

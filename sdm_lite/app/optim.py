@@ -10,13 +10,14 @@ from torch import nn
 
 from ..nn import hidden_matrices, parameter_groups
 from .mistakes import mistake
+from .muon import Muon
 from .settings import Settings
 
 #: the name under which each group keeps its full learning rate
 BASE_RATE = "base_rate"
 
 
-def build_optimizers(command: str, settings: Settings, model: nn.Module) -> list[torch.optim.Optimizer]:
+def build_optimizers(settings: Settings, model: nn.Module) -> list[torch.optim.Optimizer]:
     """Return Muon for the hidden matrices (where ``muon_rate`` > 0) and AdamW for everything else.
 
     Gains, biases and whatever the layers name (gates, initial memories) get no weight decay.
@@ -30,10 +31,7 @@ def build_optimizers(command: str, settings: Settings, model: nn.Module) -> list
         torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.learning_rate, betas=(0.9, 0.95))
     ]
     if hidden:
-        if not hasattr(torch.optim, "Muon"):
-            got = f"torch {torch.__version__}"
-            raise mistake(command, "--muon-rate", "torch 2.9 or newer for Muon", got, "pass --muon-rate 0")
-        optimizers.append(torch.optim.Muon(hidden, lr=settings.muon_rate, weight_decay=settings.weight_decay))
+        optimizers.append(Muon(hidden, lr=settings.muon_rate, weight_decay=settings.weight_decay))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group[BASE_RATE] = group["lr"]
@@ -88,8 +86,7 @@ def load_state_tensors(
         owner, _, rest = path.partition("/")
         name, _, key = rest.rpartition("/")
         parameter = parameters.get(name)
-        fits = parameter is not None and value.shape in (parameter.shape, torch.Size([]))
-        if owner not in by_name or not fits:
+        if owner not in by_name or parameter is None or value.shape not in (parameter.shape, torch.Size([])):
             got = f"state for {path} {tuple(value.shape)}"
             raise mistake(command, "optimizer state", "state of this model's parameters", got, "use another checkpoint")
         by_name[owner].state[parameter][key] = value.clone()

@@ -79,7 +79,8 @@ class Settings:
         if missing:
             got = f"none for {', '.join(missing)}"
             raise mistake(command, "settings", "a value for every setting", got, "start a new run")
-        return cls(**{name: tuple(v) if isinstance(v := stored[name], list) else v for name in names})
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v := stored[name], list) else v for name in names}
+        return cls(**values)
 
 
 #: presets of `train`; "small" is used when none is named

@@ -116,7 +116,7 @@ class Trainer:
     ):
         self.command, self.settings, self.task, self.model, self.folder = command, settings, task, model, folder
         self.save_every = save_every
-        self.optimizers = optim.build_optimizers(command, settings, model)
+        self.optimizers = optim.build_optimizers(settings, model)
         self.step = 0
         self.elapsed = 0.0
         self.saved_step = -1

@@ -22,7 +22,7 @@ class Lanes(NamedTuple):
     """Where each lane's tokens and its table lie; index arrays are int64 [L]."""
 
     first: np.ndarray
-    count: np.ndarray
+    tokens: np.ndarray
     stride: int
     table: np.ndarray  # which of the state's [S * H] (or shared [H]) tables
 
@@ -60,7 +60,7 @@ class Compact(NamedTuple):
 def compact(write_slots: np.ndarray, read_slots: np.ndarray, lanes: Lanes, num_slots: int) -> Compact:
     """Number the slots that each lane touches in the order of first touch."""
     writes, reads = write_slots.shape[-1], read_slots.shape[-1]
-    most = np.minimum(lanes.count * (writes + reads), num_slots)
+    most = np.minimum(lanes.tokens * (writes + reads), num_slots)
     begin = np.concatenate(([0], np.cumsum(most)))
     slots_of = np.empty(begin[-1], np.int32)
     used = np.zeros(len(most), np.int64)
@@ -70,7 +70,7 @@ def compact(write_slots: np.ndarray, read_slots: np.ndarray, lanes: Lanes, num_s
     hashed = bits if num_slots > 1 << bits else None
 
     def job(lo: int, hi: int) -> None:
-        _compact_lanes(lo, hi, lanes.first, lanes.count, lanes.stride, num_slots, *flat, begin, slots_of, used, hashed)
+        _compact_lanes(lo, hi, lanes.first, lanes.tokens, lanes.stride, num_slots, *flat, begin, slots_of, used, hashed)
 
     run(len(most), job, None if write_slots.size + read_slots.size >= _SMALL else 1)
     row_start = np.concatenate(([0], np.cumsum(used)))
@@ -134,13 +134,13 @@ def plan_log(places: np.ndarray, weights, log_decay, beta, lanes: Lanes, row_sta
     flat_beta = beta.reshape(-1)
 
     def job(lo: int, hi: int) -> None:
-        lane_arrays = (lanes.first, lanes.count, lanes.stride, row_start)
+        lane_arrays = (lanes.first, lanes.tokens, lanes.stride, row_start)
         _plan_lanes(lo, hi, *lane_arrays, *flat[:3], flat_beta, per_slot, tau, steepest, flat[3], rows)
 
     run(len(rows), job, None if places.size >= _SMALL else 1)
     if len(rows) > 1:
         start = np.cumsum(rows) - rows
-        _shift_lanes(lanes.first, lanes.count, lanes.stride, flat[3], start)
+        _shift_lanes(lanes.first, lanes.tokens, lanes.stride, flat[3], start)
     return log_place, int(rows.sum())
 
 

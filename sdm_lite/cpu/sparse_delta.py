@@ -99,7 +99,7 @@ def sparse_delta_backward(
 
     def job(lo: int, hi: int) -> None:
         backward.sparse_delta_backward(
-            lo, hi, tile_columns, group_columns, lanes.first, lanes.count, lanes.stride, row_start, rows, table, grad,
+            lo, hi, tile_columns, group_columns, lanes.first, lanes.tokens, lanes.stride, row_start, rows, table, grad,
             fresh, dfinal is not None, x, kept, codes, storage, flat_dreadings, flat_dvalues, partials, per_slot,
         )  # fmt: skip
 
@@ -199,7 +199,7 @@ def _run_forward(
 
     def job(lo: int, hi: int) -> None:
         forward.sparse_delta_forward(
-            lo, hi, tile_columns, lanes.first, lanes.count, lanes.stride, row_start, table, *source, x, saved, codes,
+            lo, hi, tile_columns, lanes.first, lanes.tokens, lanes.stride, row_start, table, *source, x, saved, codes,
             storage, flat_readings, per_slot, rounding,
         )  # fmt: skip
 

@@ -214,8 +214,8 @@ def sparse_delta_backward(
     dfinal : array [S, H, N, D] or None
         Gradient of the final state.
     state_shape : tuple of int or None
-        None where the initial state's gradient is not wanted. Else the state's shape, (S, H, N, D) or (H, N, D): the shape of its gradient, which for a
-        shared state is summed over the sequences in ascending order.
+        Shape of the initial state, (S, H, N, D) or (H, N, D): the shape of its gradient, which for a shared
+        state is summed over the sequences in ascending order. None where that gradient is not wanted.
     """
     dtype = inputs.values.dtype
     spans = _spans(inputs)
