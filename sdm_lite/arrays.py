@@ -128,10 +128,10 @@ def widen_bf16(bits: np.ndarray) -> np.ndarray:
 
 
 def narrow_bf16(x: np.ndarray) -> np.ndarray:
-    """Return the bf16 bits (uint16) of float32 values, rounded to nearest even; NaN becomes 0x7fff."""
+    """Return the bf16 bits (uint16) of float32 values, rounded to nearest even; a NaN stays one, quiet."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
+    return np.where(np.isnan(x), (bits >> 16).astype(np.uint16) | np.uint16(0x40), rounded)
 
 
 def widen_state(bits: np.ndarray, state_dtype: str) -> np.ndarray:

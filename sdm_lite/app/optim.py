@@ -28,7 +28,7 @@ def build_optimizers(settings: Settings, model: nn.Module) -> list[torch.optim.O
     for group in groups:
         group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.learning_rate, betas=(0.9, 0.95))
+        torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
     ]
     if hidden:
         optimizers.append(Muon(hidden, lr=settings.muon_rate, weight_decay=settings.weight_decay))

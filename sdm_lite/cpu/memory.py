@@ -72,9 +72,8 @@ def for_kernels(array: np.ndarray) -> np.ndarray:
 def _take(size: int) -> np.ndarray:
     global _bytes
     with _lock:
-        for key in reversed(_waiting):
-            if size <= _waiting[key].nbytes <= size + (size >> 3):
-                memory = _waiting.pop(key)
+        for key, memory in reversed(list(_waiting.items())):  # a list: returning blocks change the dict
+            if size <= memory.nbytes <= size + (size >> 3) and _waiting.pop(key, None) is not None:
                 _bytes -= memory.nbytes
                 return memory
     return np.empty(size, np.uint8)

@@ -7,6 +7,7 @@ The *log plan* (spec section 6) says which overwritten rows are logged, from slo
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,10 @@ def make_lanes(batch: int, tokens: int, heads: int, cu_seqlens: np.ndarray | Non
     return Lanes(first, np.repeat(count, heads), heads, np.ascontiguousarray(table))
 
 
+def _flat(x: np.ndarray) -> np.ndarray:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 class Compact(NamedTuple):
     """Places of the slots in the compact table, and the slot of each of its rows."""
 
@@ -65,7 +70,7 @@ def compact(write_slots: np.ndarray, read_slots: np.ndarray, lanes: Lanes, num_s
     slots_of = np.empty(begin[-1], np.int32)
     used = np.zeros(len(most), np.int64)
     places = [memory.empty(x.shape, x.dtype) for x in (write_slots, read_slots)]
-    flat = [x.reshape(-1, x.shape[-1]) for x in (write_slots, read_slots, *places)]
+    flat = [_flat(memory.for_kernels(x)) for x in (write_slots, read_slots, *places)]
     bits = max(int(most.max(initial=1)) * 2 - 1, 1).bit_length()  # a hash table at most half full
     hashed = bits if num_slots > 1 << bits else None
 
@@ -130,7 +135,7 @@ def plan_log(places: np.ndarray, weights, log_decay, beta, lanes: Lanes, row_sta
     log_place = memory.empty(places.shape, np.dtype(np.int32))
     rows = np.zeros(len(lanes.first), np.int64)
     steepest = -80.0 if weights.dtype == np.float32 else -600.0
-    flat = [x.reshape(-1, x.shape[-1]) for x in (places, weights, log_decay, log_place)]
+    flat = [_flat(memory.for_kernels(x)) for x in (places, weights, log_decay, log_place)]
     flat_beta = beta.reshape(-1)
 
     def job(lo: int, hi: int) -> None:
