@@ -24,16 +24,16 @@ class _ProductKeyTopk(Function):
         rows = _canonical(scores.reshape(-1, scores.shape[-1]), dtype)
         values, slots = room.product_key_topk_forward(rows, widths, k)
         ctx.save(slots, scores.shape, dtype)
-        ctx.widths, ctx.room = widths, room
+        ctx.widths, ctx.room, ctx.dtype = widths, room, scores.dtype
         shape = (*scores.shape[:-1], k)
-        return values.astype(scores.dtype, copy=False).reshape(shape), slots.reshape(shape)
+        return values.reshape(shape), slots.reshape(shape)
 
     @staticmethod
     def backward(ctx: Context, dvalues: Any, _dslots: Any) -> Any:
         slots, shape, dtype = ctx.saved
         dvalues = _canonical(dvalues.reshape(slots.shape), dtype)
         dscores = ctx.room.product_key_topk_backward(dvalues, slots, ctx.widths)
-        return dscores.reshape(shape), None, None, None
+        return dscores.reshape(shape).astype(ctx.dtype, copy=False), None, None, None
 
 
 class _SparseDeltaRule(Function):

@@ -37,7 +37,8 @@ def product_key_topk(scores: Any, k: int, *, factors: Any = None, backend: str |
     Returns
     -------
     values : array [..., k]
-        The selected sums. Differentiable in `scores`; the selection itself has no gradient.
+        The selected sums, float32 (float64 for float64 scores). Differentiable in `scores`; the selection
+        itself has no gradient.
     slots : array [..., k], int32
         Ascending.
 
@@ -78,8 +79,7 @@ def product_key_topk(scores: Any, k: int, *, factors: Any = None, backend: str |
     rows = arrays.to_float(array, compute).reshape(-1, array.shape[-1])
     values, slots = room.product_key_topk_forward(rows, widths, k)
     shape = (*array.shape[:-1], k)
-    values = arrays.from_float(values.reshape(shape), array.dtype)
-    return arrays.like(given, kind, values), arrays.like(given, kind, slots.reshape(shape))
+    return arrays.like(given, kind, values.reshape(shape)), arrays.like(given, kind, slots.reshape(shape))
 
 
 def hash_slots(ids: Any, num_slots: int, k: int, *, seed: int = 0, backend: str | None = None) -> Any:

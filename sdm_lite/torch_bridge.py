@@ -45,7 +45,7 @@ def product_key_topk(scores: Tensor, k: int, widths: Sequence[int], backend: str
 
     Returns
     -------
-    values : Tensor [..., k], dtype of `scores`
+    values : Tensor [..., k], float32 (float64 for float64 scores)
         Differentiable once.
     slots : Tensor [..., k], int32
         Ascending.

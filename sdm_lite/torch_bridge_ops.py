@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.library import custom_op, get_ctx
@@ -49,17 +50,18 @@ def _no_second_derivative(op: str):
     schema="(Tensor scores, SymInt k, SymInt[] widths, str backend) -> (Tensor, Tensor)",
 )
 def product_key_topk(scores, k, widths, backend):
-    """Return the k best slots of each row [..., k] and their sums, in the dtype of `scores`."""
+    """Return the k best slots of each row [..., k] and their sums, float32 or float64."""
     rows = convert.to_floats(scores, convert.compute_dtype(scores.dtype)).reshape(-1, scores.shape[-1])
     values, slots = rooms.room(backend, "product_key_topk").product_key_topk_forward(rows, tuple(widths), k)
     shape = (*scores.shape[:-1], k)
-    return torch.from_numpy(values).to(scores.dtype).view(shape), torch.from_numpy(slots).view(shape)
+    return torch.from_numpy(values).view(shape), torch.from_numpy(slots).view(shape)
 
 
 @product_key_topk.register_fake
 def _(scores, k, widths, backend):
     shape = (*scores.shape[:-1], k)
-    return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int32)
+    sums = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    return scores.new_empty(shape, dtype=sums), scores.new_empty(shape, dtype=torch.int32)
 
 
 @custom_op(
@@ -84,13 +86,16 @@ def _(dvalues, slots, widths, backend):
 
 def _topk_setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
-    _, _, ctx.widths, ctx.backend = inputs
+    scores, _, ctx.widths, ctx.backend = inputs
+    ctx.dtype = scores.dtype
     ctx.save_for_backward(output[1])
 
 
 def _topk_gradient(ctx, dvalues, _dslots):
     (slots,) = ctx.saved_tensors
-    dscores = None if dvalues is None else product_key_topk_backward(dvalues, slots, ctx.widths, ctx.backend)
+    if dvalues is None:
+        return None, None, None, None
+    dscores = product_key_topk_backward(dvalues, slots, ctx.widths, ctx.backend).to(ctx.dtype)
     return dscores, None, None, None
 
 
@@ -286,10 +291,11 @@ def sparse_delta_rule_(*operands):
     """Update `state` in place and return the readings."""
     x = _DeltaUpdate(*operands)
     inputs = _checked("sparse_delta_rule_", operands[:7], x.cu_seqlens, x.state, x.check)
-    options = _options(x.state.dtype, x.rule)
-    readings = rooms.room(x.backend, "sparse_delta_rule_").sparse_delta_update(
-        inputs, convert.to_bits(x.state), options
-    )
+    table = convert.to_bits(x.state)
+    # an input that lies in the state would change under the kernel's hands
+    shared = {name: a.copy() for name, a in inputs._asdict().items() if a is not None and np.may_share_memory(a, table)}
+    room, options = rooms.room(x.backend, "sparse_delta_rule_"), _options(x.state.dtype, x.rule)
+    readings = room.sparse_delta_update(inputs._replace(**shared), table, options)
     return torch.from_numpy(readings).to(x.values.dtype)
 
 

@@ -318,8 +318,9 @@ def test_casts_past_the_range_are_infinities_in_silence(backend):
     wiped = sdm_lite.sparse_delta_rule(*call, backend=backend)[0]
     call[3] = np.full(call[3].shape, -np.inf, np.float32)
     assert wiped.tobytes() == sdm_lite.sparse_delta_rule(*call, backend=backend)[0].tobytes()
-    scores = np.full((1, 2), 65504, np.float16)
-    assert np.isposinf(sdm_lite.product_key_topk(scores, 1, backend=backend)[0]).all()
+    scores = np.full((1, 2), 65504, np.float16)  # the sum is past float16 and comes in float32
+    values = sdm_lite.product_key_topk(scores, 1, backend=backend)[0]
+    assert values.dtype == np.float32 and values.item() == 2 * 65504
 
 
 @pytest.mark.parametrize("name", ["D17_slot_decay", "long_uniform", "wipe", "packed_shared"])
