@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from sdm_lite.app import checkpoint, cli, doctor, generate
+from sdm_lite.app import checkpoint, cli, demo, doctor, generate
 from sdm_lite.app.trainer import read_metrics
 
 TINY = ["--preset", "tiny", "--threads", "1"]
@@ -140,6 +141,35 @@ def test_recall_tells_the_mixers_apart_by_name(tmp_path, capsys):
     assert (out / "recall.png").read_bytes()[:4] == b"\x89PNG"
     printed = capsys.readouterr().out
     assert "conv none" in printed and "16*" in printed  # state sizes; more pairs than in training
+
+
+def test_demo_ends_with_one_table_and_two_pictures(tmp_path, monkeypatch, capsys):
+    text = {name: {"bits_per_byte": bits} for name, bits in (("sdm", 2.0), ("gdn", 2.01))}
+    states = {"sdm": 160, "gdn": 10}
+    found = {
+        name: {"accuracy": {"64": 1.0, "256": 0.75, "512": 0.5}, "account": {"state_elements": state}}
+        for name, state in states.items()
+    }
+
+    def part(results, picture):
+        def run(*arguments):
+            out = next(argument for argument in arguments if isinstance(argument, Path))
+            assert not out.exists()  # an earlier demo is gone
+            out.mkdir()
+            (out / picture).write_bytes(picture.encode())
+            return results, 0
+
+        return run
+
+    monkeypatch.setattr(demo.train, "compare", part(text, demo.train.POSITION_PICTURE))
+    monkeypatch.setattr(demo.recall, "measure", part(found, demo.recall.PICTURE))
+    for _ in range(2):
+        assert run("demo", "--preset", "tiny") == 0
+    out = tmp_path / "runs" / "demo"
+    assert {path.name for path in out.glob("*.png")} == {"perplexity_by_position.png", "recall.png"}
+    assert json.loads((out / "demo.json").read_text())["recall"]["sdm"]["accuracy"]["256"] == 0.75
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "16 times larger" in printed and "text does not separate them" in printed
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def _picture(path: Path, draw: Callable[[Any], None], title: str, caption: str) 
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.supxlabel(caption, fontsize=8, color="dimgray", wrap=True)
+    figure.supxlabel(textwrap.fill(caption, 100), fontsize=8, color="dimgray")
     write_whole(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
 
 
