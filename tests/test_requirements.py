@@ -272,7 +272,7 @@ def test_r7_worked_ties(kind, backend):
         else:
             scores = scores.astype(kind)
         values, slots = sdm_lite.product_key_topk(scores, k, backend=backend)
-        assert values.dtype == scores.dtype
+        assert str(values.dtype).endswith("float64" if kind == "float64" else "float32")
         return slots.tolist(), values.tolist()
 
     ties = [1, 1, 0, 0, 0, -1]

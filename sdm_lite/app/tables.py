@@ -40,7 +40,7 @@ def show_text(console: Console, results: dict[str, dict[str, Any]]) -> None:
     table.add_column("train s", justify="right")
     table.add_column("bits per byte", justify="right")
     for row in _spread(next(iter(results.values()))["by_position"]):
-        table.add_column(f"at {row['from']}-{row['to']}", justify="right")
+        table.add_column(f"at {row['from']} to {row['to']}", justify="right")
     for name, result in results.items():
         table.add_row(
             name,
