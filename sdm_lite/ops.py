@@ -120,7 +120,7 @@ def hash_slots(ids: Any, num_slots: int, k: int, *, seed: int = 0, backend: str 
     num_slots, seed = (validate.whole_number(op, name, n) for name, n in (("num_slots", num_slots), ("seed", seed)))
     if not 1 <= num_slots < 2**31:
         raise ValueRangeError(message(op, "num_slots", "1 to 2^31 - 1", str(num_slots), "pass the table's slots"))
-    k, name = validate.check_topk(op, k, num_slots), _backend(op, kind, backend)
+    k, name = validate.check_topk(op, k, num_slots, "lower k or raise num_slots"), _backend(op, kind, backend)
     if kind == "torch":
         from . import torch_bridge
 

@@ -94,7 +94,7 @@ def room(name: str, op: str) -> Any:
     reason = module.unavailable()
     if reason:
         raise BackendError(
-            message(op, "backend", f"a room that is ready, for {name!r}", reason, "see sdm_lite.backends()")
+            message(op, "backend", "a room that is ready", f"{name!r} ({reason})", "name one of sdm_lite.backends()")
         )
     return module
 

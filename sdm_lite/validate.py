@@ -21,12 +21,12 @@ def check_dtype(op: str, name: str, x: Any, allowed: Sequence[str]) -> None:
         raise DtypeError(message(op, name, f"dtype {' or '.join(allowed)}", dtype_name(x), "convert it first"))
 
 
-def check_shape(op: str, name: str, x: Any, expected: tuple, letters: str) -> None:
+def check_shape(op: str, name: str, x: Any, expected: tuple, letters: str, fix: str = "pass it in this layout") -> None:
     """Raise ShapeError unless x has the shape given; None stands for any size."""
     shape = tuple(x.shape)
     if len(shape) != len(expected) or any(want is not None and want != size for want, size in zip(expected, shape)):
         sizes = ", ".join("any" if want is None else str(want) for want in expected)
-        raise ShapeError(message(op, name, f"shape {letters} = [{sizes}]", str(list(shape)), "reshape or transpose it"))
+        raise ShapeError(message(op, name, f"shape {letters} = [{sizes}]", str(list(shape)), fix))
 
 
 def whole_number(op: str, name: str, value: Any) -> int:
@@ -55,11 +55,11 @@ def factor_widths(op: str, width: int, factors: Any) -> tuple[int, ...]:
     return widths
 
 
-def check_topk(op: str, k: Any, num_slots: int) -> int:
+def check_topk(op: str, k: Any, num_slots: int, fix: str = "lower k or widen the factors") -> int:
     """Return k as an int, or raise unless it is a whole number from 1 to num_slots."""
     k = whole_number(op, "k", k)
     if not 1 <= k <= num_slots:
-        raise ValueRangeError(message(op, "k", f"1 to {num_slots} slots", str(k), "lower k or widen the factors"))
+        raise ValueRangeError(message(op, "k", f"1 to {num_slots} slots", str(k), fix))
     return k
 
 
@@ -104,16 +104,17 @@ def check_delta(
     check_shape(op, "values", values, (None,) * 4, "[B, T, H, D]")
     batch, tokens, heads, width = values.shape
     token = (batch, tokens, heads)
-    check_shape(op, "write_slots", write_slots, (*token, None), "[B, T, H, W]")
+    fix = f"the sizes B, T, H, D follow values {list(values.shape)}: change one of the two"
+    check_shape(op, "write_slots", write_slots, (*token, None), "[B, T, H, W]", fix)
     writes = write_slots.shape[3]
-    check_shape(op, "write_weights", write_weights, (*token, writes), "[B, T, H, W]")
+    check_shape(op, "write_weights", write_weights, (*token, writes), "[B, T, H, W]", fix)
     if len(log_decay.shape) == 4:
-        check_shape(op, "log_decay", log_decay, (*token, writes), "[B, T, H, W]")
+        check_shape(op, "log_decay", log_decay, (*token, writes), "[B, T, H, W]", fix)
     else:
-        check_shape(op, "log_decay", log_decay, token, "[B, T, H]")
-    check_shape(op, "beta", beta, token, "[B, T, H]")
-    check_shape(op, "read_slots", read_slots, (*token, None), "[B, T, H, R]")
-    check_shape(op, "read_weights", read_weights, (*token, read_slots.shape[3]), "[B, T, H, R]")
+        check_shape(op, "log_decay", log_decay, token, "[B, T, H]", fix)
+    check_shape(op, "beta", beta, token, "[B, T, H]", fix)
+    check_shape(op, "read_slots", read_slots, (*token, None), "[B, T, H, R]", fix)
+    check_shape(op, "read_weights", read_weights, (*token, read_slots.shape[3]), "[B, T, H, R]", fix)
     state_name = "state" if in_place else "initial_state"
     sequences = batch
     if cu_seqlens is not None:
@@ -124,9 +125,9 @@ def check_delta(
             raise ShapeError(message(op, "cu_seqlens", "B = 1 and at least two entries", got, "pack along T"))
         sequences = cu_seqlens.shape[0] - 1
     if len(state.shape) == 3 and not in_place:  # one initial memory, shared by the sequences
-        check_shape(op, "initial_state", state, (heads, None, width), "[H, N, D]")
+        check_shape(op, "initial_state", state, (heads, None, width), "[H, N, D]", fix)
     else:
-        check_shape(op, state_name, state, (sequences, heads, None, width), "[B, H, N, D]")
+        check_shape(op, state_name, state, (sequences, heads, None, width), "[B, H, N, D]", fix)
     if state.shape[-2] > _INT32_MAX:
         got = str(state.shape[-2])
         raise ValueRangeError(message(op, state_name, "fewer than 2^31 slots", got, "use more heads"))

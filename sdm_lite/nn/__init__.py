@@ -1,5 +1,14 @@
 """Torch layers: the sparse delta memory, its baselines, and a small language model made of them."""
 
+from importlib.util import find_spec as _find_spec
+
+from ..errors import BackendError, message
+
+if _find_spec("torch") is None:
+    raise BackendError(
+        message("sdm_lite.nn", "import", "torch", "none installed", "install the extra: sdm-lite[torch]")
+    )
+
 from .accounting import flops_per_token, parameter_counts, state_elements
 from .attention import FullAttention, SlidingWindowAttention
 from .gated_delta_net import GatedDeltaNet, gated_delta_rule

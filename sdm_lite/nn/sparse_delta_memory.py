@@ -243,7 +243,7 @@ class SparseDeltaMemory(nn.Module):
         """
         if x.ndim != 3 or x.shape[-1] != self.dim:
             raise ShapeError(message(_NAME, "x", f"[B, T, {self.dim}]", str(list(x.shape)), "pass a batch of vectors"))
-        hand_back, state = wants_state(self, state, return_state), state or MixerState()
+        hand_back, state = wants_state(self, state, return_state), MixerState() if state is None else state
         taps: dict[str, Tensor] = {}
         write_ids, read_ids = self._ids(x, ids, state.position)
         read = self._address("read", self.Wq_read, x, self.num_reads, read_ids, state, taps)

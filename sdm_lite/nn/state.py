@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from ..errors import DtypeError, message
+
 
 @dataclass
 class MixerState:
@@ -46,4 +48,7 @@ class MixerState:
 
 def wants_state(module: nn.Module, state: object | None, return_state: bool | None) -> bool:
     """Return whether a call hands its state back: as asked; else if one was passed, or outside training."""
+    if state is not None and not isinstance(state, MixerState):
+        name, fix = type(module).__name__, "pass what the previous call returned, or None"
+        raise DtypeError(message(name, "state", "a MixerState", type(state).__name__, fix))
     return (state is not None or not module.training) if return_state is None else return_state
