@@ -178,7 +178,7 @@ def sparse_delta_rule(
     restore_tau : float
         hybrid: a row is logged before its decay since the last log passes exp(-restore_tau).
     snapshot_dtype : {None, "bf16", "fp8", "int4"}
-        Storage of logged rows; anything but None makes dk, dq and dlog_decay approximate.
+        Storage of logged rows; anything but None makes dk, dq and dlog_decay approximate (per_slot: dbeta too).
     cu_seqlens : int array [S + 1] or None
         Packed sequences (B = 1): token offsets, 0 first, T last.
     output_final_state : bool
@@ -258,7 +258,7 @@ def sparse_delta_rule_(
     Parameters
     ----------
     state : array [B, H, N, D] ([S, H, N, D] with `cu_seqlens`)
-        Holds the state after the last token when the call returns; nothing is changed if it raises.
+        Holds the state after the last token when the call returns; an error in the arguments changes nothing.
 
     Returns
     -------

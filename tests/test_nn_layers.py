@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sdm_lite import sparse_delta_rule
-from sdm_lite.errors import SdmError, ShapeError, ValueRangeError
+from sdm_lite.errors import DtypeError, SdmError, ShapeError, ValueRangeError
 from sdm_lite.nn import (
     FullAttention,
     GatedDeltaNet,
@@ -405,3 +405,34 @@ def test_mistakes_say_what_and_how_to_fix(text):
 def test_wrong_width_is_named(name):
     with pytest.raises(SdmError, match=r"x: expected \[B, T, 8\]"):
         MIXERS[name]()(torch.randn(2, 3, 7))
+
+
+def test_a_state_of_another_layer_or_batch_is_refused():
+    big = SparseDeltaMemory(8, slots_per_head=1024, num_writes=4, num_reads=4).eval()
+    small = SparseDeltaMemory(8, slots_per_head=16, num_writes=4, num_reads=4).eval()
+    x = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        _, state = small(x)
+        for inplace in (False, True):
+            with pytest.raises(ShapeError, match="state"):
+                big(x, state, inplace=inplace)
+        with pytest.raises(ShapeError, match="sequences"):
+            small(torch.cat([x, x]), state)
+        with pytest.raises(DtypeError, match="MixerState"):
+            small(x, state.memory)
+        dense = GatedDeltaNet(8, num_heads=1, head_k_dim=4, head_v_dim=8, conv=None).eval()
+        _, state = dense(x)
+        with pytest.raises(ShapeError, match="sequences"):
+            dense(torch.cat([x, x]), state)
+
+
+def test_decoding_in_place_never_writes_the_layers_own_memory():
+    for learn in (False, True):
+        layer = SparseDeltaMemory(8, slots_per_head=16, num_writes=4, num_reads=4, learn_memory=learn).eval()
+        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            layer.write = False
+            _, state = layer(x)
+            layer.write = True
+            layer(x, state, inplace=True)
+            assert not state.memory.eq(0).all() and layer.initial_memory().eq(0).all()

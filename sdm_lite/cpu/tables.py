@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -94,7 +95,7 @@ def state_gradient(
         return sum_parts(dstate) if len(dstate) else np.zeros(state_shape, grad.dtype)
     dstate = memory.empty(state_shape, grad.dtype)
     if not shared:
-        flat, slots = dstate.reshape(-1, state_shape[-1]), state_shape[-2]
+        flat, slots = dstate.reshape(math.prod(state_shape[:-1]), state_shape[-1]), state_shape[-2]
 
         def job(lo: int, hi: int) -> None:
             _spread(lo, hi, slots, grad, compact.row_start, compact.row_slots, flat)

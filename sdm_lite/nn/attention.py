@@ -57,7 +57,7 @@ class _Attention(nn.Module):
         self, x: Tensor, state: MixerState | None = None, *, return_state: bool | None = None, inplace: bool = False
     ) -> tuple[Tensor, MixerState | None]:
         """Return (y [B, T, dim], state); the arguments are those of SparseDeltaMemory (`inplace` changes nothing)."""
-        hand_back, state = wants_state(self, state, return_state), MixerState() if state is None else state
+        hand_back, state = wants_state(self, x, state, return_state), MixerState() if state is None else state
         if x.ndim != 3 or x.shape[-1] != self.dim:
             expected = f"[B, T, {self.dim}]"
             raise ShapeError(message(type(self).__name__, "x", expected, str(list(x.shape)), "pass a batch of vectors"))

@@ -195,7 +195,9 @@ class GatedDeltaNet(nn.Module):
         if x.ndim != 3 or x.shape[-1] != self.dim:
             expected = f"[B, T, {self.dim}]"
             raise ShapeError(message("GatedDeltaNet", "x", expected, str(list(x.shape)), "pass a batch of vectors"))
-        hand_back, state = wants_state(self, state, return_state), MixerState() if state is None else state
+        memory_shape = (self.num_heads, self.head_k_dim, self.head_v_dim)
+        hand_back = wants_state(self, x, state, return_state, memory_shape)
+        state = MixerState() if state is None else state
         taps: dict[str, Tensor] = {}
         q = convolve(self.convs, "query", self.q_proj(x), state, taps)
         k = convolve(self.convs, "key", self.k_proj(x), state, taps)

@@ -122,8 +122,9 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     """Return a token [B] for each row of logits [B, vocab_size]."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.float() / temperature
+    logits = logits.float()
     if top_k is not None and top_k < logits.shape[-1]:
-        kth = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
+        kept = logits.topk(top_k, dim=-1)
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, kept.indices, kept.values)
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # <= 0: a tiny temperature leaves the best alone
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]

@@ -109,7 +109,7 @@ class GatedShortConv(nn.Module):
         self, x: Tensor, state: MixerState | None = None, *, return_state: bool | None = None, inplace: bool = False
     ) -> tuple[Tensor, MixerState | None]:
         """Return (y [B, T, dim], state); the arguments are those of :class:`SparseDeltaMemory`."""
-        hand_back, state = wants_state(self, state, return_state), MixerState() if state is None else state
+        hand_back, state = wants_state(self, x, state, return_state), MixerState() if state is None else state
         taps: dict[str, Tensor] = {}
         y = convolve(self.convs, "value", self.v_proj(x), state, taps)
         y = self.o_proj(F.silu(self.g_proj(x)) * y)

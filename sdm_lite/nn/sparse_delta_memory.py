@@ -243,7 +243,9 @@ class SparseDeltaMemory(nn.Module):
         """
         if x.ndim != 3 or x.shape[-1] != self.dim:
             raise ShapeError(message(_NAME, "x", f"[B, T, {self.dim}]", str(list(x.shape)), "pass a batch of vectors"))
-        hand_back, state = wants_state(self, state, return_state), MixerState() if state is None else state
+        memory_shape = tuple(self.initial_memory().shape)
+        hand_back = wants_state(self, x, state, return_state, memory_shape)
+        state = MixerState() if state is None else state
         taps: dict[str, Tensor] = {}
         write_ids, read_ids = self._ids(x, ids, state.position)
         read = self._address("read", self.Wq_read, x, self.num_reads, read_ids, state, taps)
@@ -253,7 +255,7 @@ class SparseDeltaMemory(nn.Module):
             values = F.silu(values) if self.convs else values
             readings, memory = self._update(x, values, write, read, state, hand_back, inplace)
         else:
-            readings, memory = self._read_only(*read, state)
+            readings, memory = self._read_only(*read, state, hand_back)
         # the norm's gain is float32: without this, autocast gives it readings of another dtype
         readings = self.readings_norm(readings.to(x.dtype)).flatten(2)
         if self.output_gate:
@@ -322,8 +324,10 @@ class SparseDeltaMemory(nn.Module):
             check=False,
         )
 
-    def _read_only(self, slots: Tensor, weights: Tensor, state: MixerState) -> tuple[Tensor, Tensor]:
-        """Return the weighted rows of a memory that no token changes, and that memory."""
+    def _read_only(
+        self, slots: Tensor, weights: Tensor, state: MixerState, hand_back: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the weighted rows of a memory that no token changes, and, to hand back, that memory."""
         (B, T, H, R), N = slots.shape, self.slots_per_head
         memory = self.initial_memory() if state.memory is None else state.memory
         lanes = torch.arange(B * H if memory.ndim == 4 else H, device=slots.device)
@@ -333,7 +337,9 @@ class SparseDeltaMemory(nn.Module):
             flat = F.embedding_bag(
                 rows.reshape(-1, R), table, per_sample_weights=weights.to(table.dtype).reshape(-1, R), mode="sum"
             )
-        return flat.view(B, T, H, table.shape[-1]), memory if memory.ndim == 4 else memory.expand(B, -1, -1, -1)
+        if hand_back and memory.ndim == 3:  # a copy: the layer's own memory must not be written through a state
+            memory = memory.expand(B, -1, -1, -1).clone()
+        return flat.view(B, T, H, table.shape[-1]), memory if hand_back else None
 
     def flops_per_token(self, context: int = 0) -> dict[str, int]:
         """Return multiply-adds times two per token: {"projections", "state"}; selecting slots is not counted."""

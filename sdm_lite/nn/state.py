@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from ..errors import DtypeError, message
+from ..errors import DtypeError, ShapeError, message
 
 
 @dataclass
@@ -46,9 +46,23 @@ class MixerState:
         return MixerState(self.position, maybe(self.memory), taps, maybe(self.keys), maybe(self.values))
 
 
-def wants_state(module: nn.Module, state: object | None, return_state: bool | None) -> bool:
-    """Return whether a call hands its state back: as asked; else if one was passed, or outside training."""
+def wants_state(
+    module: nn.Module, x: Tensor, state: object | None, return_state: bool | None, memory: tuple[int, ...] = ()
+) -> bool:
+    """Return whether a call hands its state back: as asked; else if one was passed, or outside training.
+
+    A state of another kind, batch or memory (`memory`: its shape without the batch) raises.
+    """
     if state is not None and not isinstance(state, MixerState):
         name, fix = type(module).__name__, "pass what the previous call returned, or None"
         raise DtypeError(message(name, "state", "a MixerState", type(state).__name__, fix))
+    if isinstance(state, MixerState):
+        name, fix = type(module).__name__, "pass the state of these sequences in this layer, or None"
+        for part in (state.memory, state.keys, *state.taps.values()):
+            if part is not None and part.shape[0] != x.shape[0]:
+                got = f"one of {part.shape[0]}"
+                raise ShapeError(message(name, "state", f"a state of {x.shape[0]} sequences, as x has", got, fix))
+        if memory and state.memory is not None and tuple(state.memory.shape[1:]) != memory:
+            got = str(list(state.memory.shape))
+            raise ShapeError(message(name, "state", f"a memory [B, {', '.join(map(str, memory))}]", got, fix))
     return (state is not None or not module.training) if return_state is None else return_state
