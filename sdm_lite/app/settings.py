@@ -86,7 +86,7 @@ class Settings:
 #: presets of `train`; "small" is used when none is named
 TRAIN_PRESETS: dict[str, dict[str, Any]] = {
     "small": {},
-    "demo": {"steps": 220},
+    "demo": {"steps": 250},
     "tiny": {
         "dim": 32,
         "heads": 2,
