@@ -328,3 +328,9 @@ def test_doctor_needs_numpy_and_numba_only():
         "doctor.CHECKS = {'torch': doctor.check_torch}\nsys.exit(doctor.run(lines.append))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ})
+
+
+@pytest.mark.parametrize("command", [["recall"], ["train", "--compare", "sdm,gdn"]], ids=["recall", "compare"])
+def test_resume_of_a_folder_without_such_a_run_is_refused(command, tmp_path, capsys):
+    assert cli.main([*command, "--preset", "tiny", "--resume", str(tmp_path)]) == 2
+    assert "--resume" in capsys.readouterr().err and not list(tmp_path.iterdir())

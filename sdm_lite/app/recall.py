@@ -12,7 +12,7 @@ from . import checkpoint, plots, tables
 from .files import make_folder
 from .settings import RECALL_PRESETS, Settings
 from .side_by_side import accounts_of, flops_spread, match_steps, run_side_by_side
-from .train import choose_folder, parse_mixers, say, settings_for
+from .train import check_resumable, choose_folder, parse_mixers, say, settings_for
 
 COMMAND = "recall"
 PICTURE = "recall.png"
@@ -45,6 +45,7 @@ def measure(options: argparse.Namespace, out: Path, console: Console) -> tuple[d
         stored = stored or there
         wanted = {**given, "mixer": name}
         settings[name] = settings_for(COMMAND, RECALL_PRESETS, preset, options.preset, wanted, out / name, there)
+    check_resumable(COMMAND, out, resume, stored)
     accounts = accounts_of(settings)
     if "steps" in given or not stored:  # a resumed run's own steps are matched already
         settings = match_steps(settings, accounts)

@@ -75,6 +75,7 @@ def compare(
 ) -> tuple[dict[str, dict[str, Any]] | None, int]:
     """Train `mixers` side by side under equal FLOPs; draw; return the results (None when stopped) and a code."""
     stored = {name: resume and checkpoint.exists(out / name) for name in mixers}
+    check_resumable(COMMAND, out, resume, any(stored.values()))
     settings = {}
     for name in mixers:
         preset = options.preset or "small"
@@ -172,6 +173,13 @@ def parse_mixers(command: str, argument: str, text: str) -> list[str]:
     if not names or len(set(names)) != len(names):
         raise mistake(command, argument, "different mixers, with commas between", repr(text), "name each once")
     return names
+
+
+def check_resumable(command: str, out: Path, resume: bool, stored: bool) -> None:
+    """Refuse to resume runs side by side from a folder that holds none of them."""
+    if resume and not stored and not (out / INDEX).exists():
+        got = f"{out}, which has no run of these mixers side by side"
+        raise mistake(command, "--resume", "the folder of such a run", got, "check the path, or start anew with --out")
 
 
 def _compared(out: Path, resume: bool) -> list[str]:
