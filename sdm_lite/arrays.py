@@ -6,6 +6,7 @@ with ``__dlpack__``). A framework is looked up only where the caller has importe
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -53,8 +54,13 @@ def common_kind(op: str, named: dict[str, Any]) -> str:
 
 def dtype_name(x: Any) -> str:
     """Return "float32", "bfloat16", "int64"...: the same word for every framework."""
-    name = getattr(x.dtype, "name", None)
-    return name if isinstance(name, str) else str(x.dtype).rpartition(".")[2]
+    return _word(x.dtype)
+
+
+@functools.lru_cache(maxsize=64)  # NumPy takes longer over a name than a kernel over a token
+def _word(dtype: Any) -> str:
+    name = getattr(dtype, "name", None)
+    return name if isinstance(name, str) else str(dtype).rpartition(".")[2]
 
 
 def to_numpy(op: str, name: str, x: Any) -> np.ndarray:
@@ -95,7 +101,9 @@ def like(x: Any, kind: str, result: np.ndarray) -> Any:
 
 def to_float(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return x, of any float dtype, plain in the compute dtype (without a copy where it is already)."""
-    if x.dtype.name == "bfloat16":  # from ml_dtypes
+    if x.dtype == dtype:
+        return plain(x, dtype)
+    if dtype_name(x) == "bfloat16":  # from ml_dtypes
         return widen_bf16(x.view(np.uint16)).astype(dtype, copy=False)
     with np.errstate(over="ignore"):  # a float64 log decay of -1e300 is a wipe in float32
         return plain(x, dtype)
@@ -109,7 +117,9 @@ def plain(x: np.ndarray, dtype: Any) -> np.ndarray:
 
 def from_float(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return results of the compute dtype in the dtype of an input."""
-    if dtype.name == "bfloat16":  # from ml_dtypes
+    if dtype == x.dtype:
+        return x
+    if _word(dtype) == "bfloat16":  # from ml_dtypes
         return narrow_bf16(x).view(dtype)
     with np.errstate(over="ignore"):  # beyond float16's 65504 is inf, as torch has it
         return x.astype(dtype, copy=False)
@@ -155,4 +165,4 @@ def narrow_state(rows: np.ndarray, state_dtype: str) -> np.ndarray:
 
 def state_bits(x: np.ndarray) -> np.ndarray:
     """Return a state array as the rooms take it: 16-bit floats as their bits (a view), others as they are."""
-    return x.view(np.uint16) if x.dtype.name in ("bfloat16", "float16") else x
+    return x.view(np.uint16) if dtype_name(x) in ("bfloat16", "float16") else x

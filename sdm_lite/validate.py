@@ -163,7 +163,8 @@ def check_slots(op: str, name: str, slots: np.ndarray, num_slots: int) -> None:
     """Raise SlotError unless the slots of each token are distinct and in [0, num_slots)."""
     if not slots.size:
         return
-    ascending = slots if (slots[..., 1:] > slots[..., :-1]).all() else np.sort(slots, axis=-1)
+    rising = _rising(slots)
+    ascending = slots if rising else np.sort(slots, axis=-1)
     outside = (ascending[..., 0] < 0) | (ascending[..., -1] >= num_slots)
     if outside.any():
         where = tuple(int(i) for i in np.argwhere(outside)[0])
@@ -174,6 +175,8 @@ def check_slots(op: str, name: str, slots: np.ndarray, num_slots: int) -> None:
                 op, name, f"slots in [0, {num_slots})", f"{bad} at [B, T, H] = {list(where)}", "check the table's size"
             )
         )
+    if rising:
+        return
     repeated = (ascending[..., 1:] == ascending[..., :-1]).any(axis=-1)
     if repeated.any():
         where = tuple(int(i) for i in np.argwhere(repeated)[0])
@@ -181,3 +184,12 @@ def check_slots(op: str, name: str, slots: np.ndarray, num_slots: int) -> None:
         twice = row[1:][row[1:] == row[:-1]][0]
         got = f"slot {twice} twice at [B, T, H] = {list(where)}"
         raise SlotError(message(op, name, "distinct slots per token", got, "merge the repeated slot's weights"))
+
+
+def _rising(slots: np.ndarray) -> bool:
+    """Return whether every row is strictly ascending; one pass over flat memory, several times as fast as by rows."""
+    rising = np.ones(slots.shape, np.bool_)
+    flat = slots.reshape(-1)
+    np.greater(flat[1:], flat[:-1], out=rising.reshape(-1)[:-1])
+    rising[..., -1] = True
+    return bool(rising.all())

@@ -155,6 +155,7 @@ def test_a_row_does_not_depend_on_the_others(dtype):
     assert_same_bits(whole, [part[::-1] for part in backwards])
 
 
+@pytest.mark.usefixtures("threads_at_any_size")
 @pytest.mark.parametrize("threads", ["2", "5"])
 def test_the_number_of_threads_does_not_matter(monkeypatch, threads):
     scores, ids = mixed_rows(np.float32), np.arange(-140, 140)
@@ -171,6 +172,7 @@ def test_the_number_of_threads_does_not_matter(monkeypatch, threads):
     assert_same_bits(everything(), one)
 
 
+@pytest.mark.usefixtures("threads_at_any_size")
 def test_callers_in_several_threads():
     scores = mixed_rows(np.float32)
     want = addressing.product_key_topk_forward(scores, (40, 40), 17)

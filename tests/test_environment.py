@@ -16,6 +16,8 @@ import pytest
 
 import sdm_lite
 
+pytestmark = pytest.mark.usefixtures("threads_at_any_size")
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # a small case that is large enough (2^16 elements touched) for the pool to hand out work

@@ -14,6 +14,8 @@ import sdm_lite
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.usefixtures("threads_at_any_size")
+
 ROOMS = ["cpu", "reference"]
 STATE_DTYPES = ["float32", "float64", "bfloat16", "float16"]
 GRADIENTS = (0, 2, 3, 4, 6, 7)  # the arguments that have one

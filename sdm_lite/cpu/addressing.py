@@ -17,7 +17,7 @@ from .compile import inlined, kernel
 from .select import scratch, topk_rows
 
 #: below this many rows a second thread costs more than it saves
-_ROWS_FOR_THREADS = 32
+_PER_ROW = 1 << 13  # numbers moved that cost what selecting in one row does
 
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = 0xFFFFFFFFFFFFFFFF
@@ -132,7 +132,7 @@ def hash_slots_forward(ids: np.ndarray, num_slots: int, k: int, seed: int) -> np
 
 
 def _over_rows(count: int, rows: Callable[[int, int], None]) -> None:
-    pool.run(count, rows, threads=None if count >= _ROWS_FOR_THREADS else 1)
+    pool.run(count, rows, _PER_ROW * count)
 
 
 @functools.lru_cache(maxsize=64)

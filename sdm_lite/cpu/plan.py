@@ -16,7 +16,7 @@ from . import memory
 from .compile import inlined, kernel
 from .pool import run
 
-_SMALL = 1 << 20  # slots, below which one thread is done before others have woken
+_PER_SLOT = 8  # numbers moved that cost what a slot costs here
 
 
 class Lanes(NamedTuple):
@@ -77,7 +77,7 @@ def compact(write_slots: np.ndarray, read_slots: np.ndarray, lanes: Lanes, num_s
     def job(lo: int, hi: int) -> None:
         _compact_lanes(lo, hi, lanes.first, lanes.tokens, lanes.stride, num_slots, *flat, begin, slots_of, used, hashed)
 
-    run(len(most), job, None if write_slots.size + read_slots.size >= _SMALL else 1)
+    run(len(most), job, _PER_SLOT * (write_slots.size + read_slots.size))
     row_start = np.concatenate(([0], np.cumsum(used)))
     row_slots = np.concatenate([slots_of[b : b + n] for b, n in zip(begin, used)]) if len(used) else slots_of
     return Compact(*places, row_start, row_slots)
@@ -142,10 +142,14 @@ def plan_log(places: np.ndarray, weights, log_decay, beta, lanes: Lanes, row_sta
         lane_arrays = (lanes.first, lanes.tokens, lanes.stride, row_start)
         _plan_lanes(lo, hi, *lane_arrays, *flat[:3], flat_beta, per_slot, tau, steepest, flat[3], rows)
 
-    run(len(rows), job, None if places.size >= _SMALL else 1)
-    if len(rows) > 1:
-        start = np.cumsum(rows) - rows
-        _shift_lanes(lanes.first, lanes.tokens, lanes.stride, flat[3], start)
+    run(len(rows), job, _PER_SLOT * places.size)
+    start = np.cumsum(rows) - rows
+
+    def shift(lo: int, hi: int) -> None:
+        _shift_lanes(lo, hi, lanes.first, lanes.tokens, lanes.stride, flat[3], start)
+
+    if start.any():
+        run(len(rows), shift, places.size)
     return log_place, int(rows.sum())
 
 
@@ -174,8 +178,8 @@ def _plan_lanes(
 
 
 @kernel
-def _shift_lanes(first, count, stride, log_place, start):
-    for lane in range(len(first)):
+def _shift_lanes(lo, hi, first, count, stride, log_place, start):
+    for lane in range(lo, hi):
         for t in range(count[lane]):
             token = first[lane] + t * stride
             for w in range(log_place.shape[1]):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from ..errors import ValueRangeError, message
 
-SMALL = 1 << 16  # elements touched, below which waking other threads costs more than it gives
+SMALL = 1 << 19  # numbers moved: below it one thread is done before others have woken (0.1 to 0.3 ms)
 
 _tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
 _workers = 0
@@ -33,13 +33,18 @@ def thread_count() -> int:
     return int(wanted)
 
 
-def run(job_count: int, function: Callable[[int, int], object], threads: int | None = None) -> None:
-    """Call ``function(lo, hi)`` on ranges that cover the jobs [0, job_count), on up to `threads` threads.
+def threads_for(work: int) -> int:
+    """Return how many threads to use where `work` numbers are moved, or operations of that cost done."""
+    return 1 if work < SMALL else thread_count()
+
+
+def run(job_count: int, function: Callable[[int, int], object], work: int) -> None:
+    """Call ``function(lo, hi)`` on ranges that cover the jobs [0, job_count), on as many threads as `work` is worth.
 
     Which thread takes which range is open, so the results must not depend on it. The first exception
     is raised here, after every range that was begun has ended.
     """
-    threads = min(thread_count() if threads is None else threads, job_count)
+    threads = min(threads_for(work), job_count)
     if threads <= 1:
         if job_count:
             function(0, job_count)

@@ -84,7 +84,7 @@ def sparse_delta_backward(
     kept = Saved(error, log if codes is None else table[:0], log_place)
 
     width = table.shape[1]
-    tile_columns, threads = _tiles(inputs, lanes, storage)
+    tile_columns, work = _tiles(inputs, lanes, storage)
     group_columns = forward.group_width(width)
     parts = 1 if tile_columns >= width else -(-width // group_columns)
     sums = (inputs.write_weights.shape[-1], inputs.log_decay.shape[-1], 1, inputs.read_weights.shape[-1])
@@ -103,7 +103,7 @@ def sparse_delta_backward(
             fresh, dfinal is not None, x, kept, codes, storage, flat_dreadings, flat_dvalues, partials, per_slot,
         )  # fmt: skip
 
-    pool.run(_jobs(lanes, width, tile_columns), job, threads)
+    pool.run(_jobs(lanes, width, tile_columns), job, work)
     dk, ddecay, dbeta, dq = (tables.sum_parts(partial) for partial in partials)
     return DeltaGradients(
         dvalues,
@@ -164,16 +164,16 @@ def _plan(
 
 
 def _tiles(inputs: DeltaInputs, lanes: plan.Lanes, storage: int) -> tuple[int, int]:
-    """Return (columns of a tile, threads): whole rows stream best, so columns are cut only to feed the threads."""
+    """Return (columns of a tile, numbers moved): whole rows stream best, columns are cut only to feed the threads."""
     width = inputs.values.shape[-1]
-    accesses = 2 * inputs.write_slots.size + inputs.read_slots.size
-    threads = 1 if accesses * width < pool.SMALL else pool.thread_count()
+    work = (2 * inputs.write_slots.size + inputs.read_slots.size) * width
+    threads = pool.threads_for(work)
     count, columns = len(lanes.first), forward.group_width(width)
     whole_rows = storage in (snapshot.FP8, snapshot.INT4)  # one scale per row: its tile must see all of it
     if whole_rows or count % threads == 0 or count >= 4 * threads:
-        return max(width, columns), threads
+        return max(width, columns), work
     groups = -(-width // columns)
-    return columns * -(-groups // min(groups, threads)) if groups else columns, threads
+    return columns * -(-groups // min(groups, threads)) if groups else columns, work
 
 
 def _jobs(lanes: plan.Lanes, width: int, tile_columns: int) -> int:
@@ -193,7 +193,7 @@ def _run_forward(
     if source is None:
         source = tables.no_source(table.shape[1], table.dtype)
     readings, storage = memory.empty(inputs.values.shape, inputs.values.dtype), _storage(options)
-    tile_columns, threads = _tiles(inputs, lanes, snapshot.NATIVE if codes is None else storage)
+    tile_columns, work = _tiles(inputs, lanes, snapshot.NATIVE if codes is None else storage)
     x, flat_readings, per_slot = _tokens(inputs), _flat(readings), _PER_SLOT[options.rule]
     rounding = _ROUNDING.get(options.state_dtype)
 
@@ -203,5 +203,5 @@ def _run_forward(
             storage, flat_readings, per_slot, rounding,
         )  # fmt: skip
 
-    pool.run(_jobs(lanes, table.shape[1], tile_columns), job, threads)
+    pool.run(_jobs(lanes, table.shape[1], tile_columns), job, work)
     return readings

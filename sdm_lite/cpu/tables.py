@@ -67,7 +67,7 @@ def gather(state: np.ndarray, compact: plan.Compact, lanes: plan.Lanes, state_dt
             else:
                 table[rows] = widen_state(np.take(source, slots, axis=0, mode="clip"), state_dtype)
 
-    pool.run(len(lanes.first), job, None if table.size >= pool.SMALL else 1)
+    pool.run(len(lanes.first), job, table.size)
     return table
 
 
@@ -79,7 +79,7 @@ def scatter(state: np.ndarray, table: np.ndarray, compact: plan.Compact, lanes: 
             rows = compact.rows_of(lane)
             _table_of(state, lanes.table[lane])[compact.row_slots[rows]] = narrow_state(table[rows], state_dtype)
 
-    pool.run(len(lanes.first), job, None if table.size >= pool.SMALL else 1)
+    pool.run(len(lanes.first), job, table.size)
 
 
 def state_gradient(
@@ -100,7 +100,7 @@ def state_gradient(
         def job(lo: int, hi: int) -> None:
             _spread(lo, hi, slots, grad, compact.row_start, compact.row_slots, flat)
 
-        pool.run(len(lanes.first), job, None if dstate.size >= pool.SMALL else 1)
+        pool.run(len(lanes.first), job, dstate.size)
         return dstate
     _clear(dstate)
     for lane, table in enumerate(lanes.table):
@@ -145,4 +145,4 @@ def _clear(array: np.ndarray) -> None:
     def job(lo: int, hi: int) -> None:
         flat[lo * step : hi * step] = 0
 
-    pool.run(_PIECES, job, None if flat.size >= pool.SMALL else 1)
+    pool.run(_PIECES, job, flat.size)
