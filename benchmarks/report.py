@@ -99,6 +99,13 @@ def forward_section(report: Report, shape: Shape, inputs: Inputs, threads: int, 
         put(ratios, "forward in place, share of the row read-modify-write limit", name, share)
     faster = verdict(timings, "torch loop", "in place", TARGETS["loop"][name])
     put(ratios, "forward in place, times as fast as the PyTorch loop", name, faster)
+    if mover is not None:
+        put(
+            ratios,
+            "the row limit itself, times as fast as the PyTorch loop",
+            name,
+            verdict(timings, "torch loop", "row limit", None),
+        )
     faster = verdict(timings, "torch loop", "functional", None)
     put(ratios, "forward functional, times as fast as the PyTorch loop", name, faster)
     for label in ("in place", "functional", "functional, final state"):
@@ -125,23 +132,32 @@ def gradients_section(report: Report, shape: Shape, inputs: Inputs, threads: int
     candidates["hybrid, of the state too"] = ours.gradients(inputs, of_state=True)
     candidates["torch by hand"] = lambda: torch_loop.hand_gradients(table, dtable, hand_inputs)
     candidates["dense GDN, chunked"] = lambda: dense_gdn.chunked_gradients(dense, loop_inputs)
+    mover = row_limit.row_mover(inputs, inputs.state.copy(), threads)
+    if mover is not None:
+        candidates["row limit"] = mover
 
     def prepare(candidate: str) -> None:
         if candidate == "torch by hand":
             dtable.zero_()
 
     timings = report.run(f"forward + backward, {name}", candidates, prepare=prepare)
-    tokens = {candidate: shape.T for candidate in candidates} | {"torch by hand": hand_tokens}
+    tokens = {candidate: shape.T for candidate in candidates if candidate != "row limit"} | {
+        "torch by hand": hand_tokens
+    }
     per_token = shape.T / hand_tokens
     row = "forward + backward, times as fast as a hand-written O(W D) PyTorch backward"
     put(ratios, row, name, verdict(timings, "torch by hand", "hybrid", TARGETS["hand"][name], per_token))
+    moved = shape.forward_bytes() + shape.backward_bytes()
+    if mover is not None:
+        row = "the row limit for these bytes, times as fast as a hand-written backward"
+        limit = verdict(timings, "torch by hand", "row limit", None, per_token * shape.forward_bytes() / moved)
+        put(ratios, row, name, limit)
     row = "forward + backward, hybrid: times as fast as snapshot"
     put(ratios, row, name, verdict(timings, "snapshot", "hybrid", TARGETS["snapshot"][name]))
-    for label in candidates:
+    for label in tokens:
         own = label in ("hybrid", "snapshot", "invert", "hybrid, of the state too")
         title = f"forward + backward, {'' if own else 'peer: '}{label}"
         put(times, title, name, f"{1e6 * timings.median(label) / tokens[label]:.3g} us")
-    moved = shape.forward_bytes() + shape.backward_bytes()
     put(times, "forward + backward (hybrid), rows moved", name, f"{moved / timings.median('hybrid') / 1e9:.3g} GB/s")
     put(times, "rows logged by hybrid, of those by snapshot", name, f"{_log_share(inputs):.2%}")
 
