@@ -1,4 +1,4 @@
-"""Keeps the bare source folders off the import path, and one setting for hypothesis.
+"""Keeps the bare source folders off the import path, one setting for hypothesis, and runs of the application.
 
 `python -m pytest` puts the repository's root first on ``sys.path``, where `autograd/` and
 `cuda_kernels/` lie under bare names: the tests must import what an installed user imports.
@@ -24,3 +24,35 @@ def threads_at_any_size(monkeypatch):
     from sdm_lite.cpu import pool
 
     monkeypatch.setattr(pool, "SMALL", 0)
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    """An empty folder to run commands in: they write to runs/ by default, and --threads is for the whole process."""
+    import torch
+
+    threads = torch.get_num_threads()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SDM_LITE_NUM_THREADS", "1")
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A folder of text to train on."""
+    folder = tmp_path_factory.mktemp("data")
+    for index in range(60):
+        words = "".join(f"def function_{index}_{line}(x):\n    return x + {line}\n" for line in range(30))
+        (folder / f"{index:02d}.py").write_text(words)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def trained(data, tmp_path_factory):
+    """The folder of a finished run of 8 steps; tests copy it before they change it."""
+    from app_runs import TINY, run
+
+    out = tmp_path_factory.mktemp("runs") / "trained"
+    assert run("train", "--data", data, *TINY, "--steps", 8, "--out", out) == 0
+    return out

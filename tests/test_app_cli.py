@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,51 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from app_runs import TINY, digests, run
 
-from sdm_lite.app import checkpoint, cli, demo, doctor, generate
+from sdm_lite.app import checkpoint, cli, demo, generate
 from sdm_lite.app.trainer import read_metrics
 
-TINY = ["--preset", "tiny", "--threads", "1"]
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
-    """Commands write to runs/ by default, and --threads is for the whole process."""
-    threads = torch.get_num_threads()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SDM_LITE_NUM_THREADS", "1")
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    for index in range(60):
-        words = "".join(f"def function_{index}_{line}(x):\n    return x + {line}\n" for line in range(30))
-        (folder / f"{index:02d}.py").write_text(words)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def trained(data, tmp_path_factory):
-    """The folder of a finished run of 8 steps."""
-    out = tmp_path_factory.mktemp("runs") / "trained"
-    assert cli.main(["train", "--data", data, *TINY, "--steps", "8", "--out", str(out)]) == 0
-    return out
-
-
-def run(*arguments):
-    """Exit code of a command, however it ends."""
-    try:
-        return cli.main([str(argument) for argument in arguments])
-    except SystemExit as end:
-        return end.code
-
-
-def digests(folder):
-    files = checkpoint.load("test", folder).record["files"]
-    return {part: files[part]["sha256"] for part in files}
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def test_import_is_light():
@@ -172,102 +132,6 @@ def test_demo_ends_with_one_table_and_two_pictures(tmp_path, monkeypatch, capsys
     assert "16 times larger" in printed and "text does not separate them" in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["train", "--preset", "huge"], ["--preset", "tiny", "'huge'"]),
-        (["train", "--mixer", "lstm"], ["--mixer", "'lstm'"]),
-        (["train", "--compare", "sdm,lstm"], ["--compare", "'lstm'"]),
-        (["train", "--compare", "sdm,sdm"], ["--compare"]),
-        (["train", "--compare", "sdm,gdn", "--mixer", "sdm"], ["--mixer"]),
-        (["train", "--data", "nowhere"], ["--data", "nowhere"]),
-        (["train", "--data", "empty"], ["--data", "bytes of text"]),
-        (["train", "--data", "empty/nothing.txt"], ["--data", "bytes of text"]),
-        (["train", "--steps", "0"], ["--steps"]),
-        (["train", "--steps", "many"], ["--steps"]),
-        (["train", "--seconds", "-1"], ["--seconds"]),
-        (["train", "--learning-rate", "nan"], ["--learning-rate"]),
-        (["train", "--seed", "-1"], ["--seed"]),
-        (["train", "--save-every", "-1"], ["--save-every"]),
-        (["train", "--slots", "1000", "--data", "text"], ["slots_per_head", "1000"]),
-        (["train", "--writes", "2000", "--data", "text"], ["2000"]),
-        (["train", "--out", "text/a.txt", "--data", "text"], ["--out"]),
-        (["train", "--resume", "nowhere"], ["--resume", "nowhere"]),
-        (["train", "--resume", "empty"], ["empty", "checkpoint.json"]),
-        (["recall", "--mixers", "lstm"], ["--mixers", "'lstm'"]),
-        (["recall", "--pairs", "4,x"], ["--pairs"]),
-        (["recall", "--pairs", "5000"], ["--pairs", "5000"]),
-        (["demo", "--preset", "huge"], ["--preset", "'huge'"]),
-        (["generate", "--prompt", "x"], ["--checkpoint"]),
-        (["generate", "--checkpoint", "nowhere", "--prompt", "x"], ["nowhere"]),
-        (["dance"], ["dance"]),
-        ([], ["COMMAND"]),
-    ],
-    ids=" ".join,
-)
-def test_a_mistake_is_one_line(arguments, words, tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "nothing.txt").write_bytes(b"")
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("some text " * 1000)
-    assert run(*arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1
-    assert captured.err.startswith("sdm-lite")
-    assert all(word in captured.err for word in words), captured.err
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["train", "--resume", "RUN", "--dim", "64"], ["dim", "32", "64"]),
-        (["train", "--resume", "RUN", "--mixer", "gdn"], ["mixer", "'sdm'", "'gdn'"]),
-        (["train", "--resume", "RUN", "--seed", "3"], ["seed", "0", "3"]),
-        (["train", "--resume", "RUN", "--preset", "small"], ["checkpoint"]),
-        (["train", "--resume", "RUN", "--steps", "2"], ["--steps", "8", "2"]),
-        (["train", "--out", "RUN"], ["--out", "--resume"]),
-        (["generate", "--checkpoint", "RUN", "--prompt", ""], ["--prompt"]),
-        (["generate", "--checkpoint", "RUN", "--prompt", "x", "--tokens", "-1"], ["--tokens"]),
-        (["generate", "--checkpoint", "RUN", "--prompt", "x", "--temperature", "nan"], ["--temperature"]),
-    ],
-    ids=" ".join,
-)
-def test_a_mistake_about_a_run_is_one_line(arguments, words, trained, capsys):
-    before = digests(trained)
-    assert run(*(trained if word == "RUN" else word for word in arguments)) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1
-    assert all(word in captured.err for word in words), captured.err
-    assert digests(trained) == before
-
-
-def test_other_data_on_resume_names_both(trained, tmp_path, capsys):
-    (tmp_path / "other.txt").write_text("some text " * 1000)
-    assert run("train", "--resume", trained, "--data", tmp_path / "other.txt") == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "other.txt" in error and "as in the checkpoint" in error
-
-
-@pytest.mark.parametrize("package", ["torch", "rich", "matplotlib", "safetensors"])
-def test_a_missing_package_names_the_extra(package, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, package, None)
-    assert run("train", "--steps", 1) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and package in error and 'pip install "sdm-lite[cli]"' in error
-
-
-@pytest.mark.parametrize("damage", ["cut", "text"])
-def test_generate_refuses_a_damaged_checkpoint(damage, trained, tmp_path, capsys):
-    for path in trained.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    name = checkpoint.load("test", tmp_path).record["files"]["model"]["name"]
-    path = tmp_path / (name if damage == "cut" else "checkpoint.json")
-    path.write_bytes(path.read_bytes()[:-20])
-    assert run("generate", "--checkpoint", tmp_path, "--prompt", "x") == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 def test_generate_repeats_itself_with_a_seed(trained, capsys):
     texts = []
     for seed in (1, 1, 2):
@@ -285,52 +149,3 @@ def test_generate_decodes_characters_that_come_in_pieces(trained, monkeypatch):
     options = cli.parser().parse_args(["generate", "--checkpoint", str(trained), "--prompt", "ä"])
     assert generate.run(options, output) == 0
     assert output.getvalue() == "äé€\ufffd!\ufffd\n"
-
-
-def test_doctor_is_content_here(capsys):
-    assert run("doctor") == 0
-    printed = capsys.readouterr().out
-    assert "room cpu: ready" in printed and f"torch {torch.__version__.split('+')[0]}" in printed
-    assert "all checks passed" in printed and "WRONG" not in printed
-
-
-@pytest.mark.parametrize("fault", ["wrong", "raises"])
-def test_doctor_reports_a_fault_and_goes_on(fault, monkeypatch, capsys):
-    def check():
-        if fault == "raises":
-            raise RuntimeError("two\nlines")
-        return False, "it differs"
-
-    monkeypatch.setattr(doctor, "CHECKS", {"first": check, "second": lambda: (True, "fine")})
-    assert run("doctor") == 1
-    printed = capsys.readouterr().out
-    assert "WRONG first: " in printed and "ok    second: fine" in printed and "1 of 2 checks failed" in printed
-
-
-def test_doctor_notices_a_cpu_room_that_is_off_by_little(monkeypatch):
-    from sdm_lite import cpu
-
-    real = cpu.sparse_delta_forward
-
-    def off(*arguments, **options):
-        readings, final, saved = real(*arguments, **options)
-        readings[0, 0, 0, 0] += 1e-3
-        return readings, final, saved
-
-    monkeypatch.setattr(cpu, "sparse_delta_forward", off)
-    assert doctor.check_delta()[0] is False
-
-
-def test_doctor_needs_numpy_and_numba_only():
-    code = (
-        "import sys\nfor name in ('torch', 'rich', 'matplotlib', 'safetensors'): sys.modules[name] = None\n"
-        "from sdm_lite.app import doctor\nlines = []\n"
-        "doctor.CHECKS = {'torch': doctor.check_torch}\nsys.exit(doctor.run(lines.append))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ})
-
-
-@pytest.mark.parametrize("command", [["recall"], ["train", "--compare", "sdm,gdn"]], ids=["recall", "compare"])
-def test_resume_of_a_folder_without_such_a_run_is_refused(command, tmp_path, capsys):
-    assert cli.main([*command, "--preset", "tiny", "--resume", str(tmp_path)]) == 2
-    assert "--resume" in capsys.readouterr().err and not list(tmp_path.iterdir())

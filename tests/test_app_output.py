@@ -71,7 +71,7 @@ def test_rate_is_the_same_until_it_falls_however_long_the_run():
 def test_every_preset_builds_for_every_mixer(presets):
     for preset in presets:
         settings = {mixer: choose("test", presets, preset, {"mixer": mixer}) for mixer in MIXERS}
-        accounts = accounts_of(settings)
+        accounts = accounts_of("test", settings)
         matched = match_steps(settings, accounts)
         flops = [accounts[mixer]["flops_per_token"] * matched[mixer].steps for mixer in MIXERS]
         # within 5 % nothing is changed; otherwise steps are rounded to one in ten (tiny recall has ten steps)
@@ -85,7 +85,8 @@ def test_every_preset_builds_for_every_mixer(presets):
 
 def test_the_demo_compares_sixteen_times_the_state_at_equal_flops():
     for presets in (TRAIN_PRESETS, RECALL_PRESETS):
-        accounts = accounts_of({mixer: choose("test", presets, "demo", {"mixer": mixer}) for mixer in ("sdm", "gdn")})
+        settings = {mixer: choose("test", presets, "demo", {"mixer": mixer}) for mixer in ("sdm", "gdn")}
+        accounts = accounts_of("test", settings)
         assert accounts["sdm"]["state_elements"] == 16 * accounts["gdn"]["state_elements"]
         assert abs(accounts["sdm"]["flops_per_token"] / accounts["gdn"]["flops_per_token"] - 1) < 0.05
 

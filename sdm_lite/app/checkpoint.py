@@ -9,12 +9,14 @@ checkpoint replaces the old: a save killed before it leaves the old one untouche
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .files import read_json, write_json, write_whole
+from .arguments import LARGEST
+from .files import read_json, remove_temporaries, write_json, write_whole
 from .mistakes import CommandError, mistake
 
 FORMAT = "sdm-lite checkpoint 1"
@@ -69,12 +71,19 @@ def save(folder: Path, model: dict[str, Any], optimizer: dict[str, Any], record:
         Anything else, as JSON: ``step``, ``config``, ``settings``.
     name : str
         A folder holds one checkpoint per name.
+
+    Raises
+    ------
+    OSError
+        Where the disk is full, for instance: the folder then holds what it held before.
     """
     files = {}
-    for part, tensors in (("model", model), ("optimizer", optimizer)):
-        files[part] = _write_tensors(folder, f"{part}-{record['step']:06d}", tensors)
-    write_json(folder / f"{name}.json", {**record, "format": FORMAT, "files": files})
-    _remove_unnamed(folder)
+    try:
+        for part, tensors in (("model", model), ("optimizer", optimizer)):
+            files[part] = _write_tensors(folder, f"{part}-{record['step']:06d}", tensors)
+        write_json(folder / f"{name}.json", {**record, "format": FORMAT, "files": files})
+    finally:
+        tidy(folder)
 
 
 def load(command: str, folder: Path, name: str = LATEST) -> Checkpoint:
@@ -98,7 +107,10 @@ def exists(folder: Path, name: str = LATEST) -> bool:
 
 def _check(command: str, path: Path, record: dict[str, Any]) -> None:
     try:
-        good = type(record["step"]) is int and record["step"] >= 0 and isinstance(record["config"], dict)
+        good = type(record["step"]) is int and 0 <= record["step"] <= LARGEST and isinstance(record["config"], dict)
+        good = good and isinstance(record.get("settings", {}), dict)
+        elapsed = record.get("elapsed", 0.0)
+        good = good and type(elapsed) in (int, float) and 0 <= elapsed < math.inf
         for part in ("model", "optimizer"):
             entry = record["files"][part]
             # only the names that this module gives: a path from a file must not lead out of the folder
@@ -113,19 +125,14 @@ def _check(command: str, path: Path, record: dict[str, Any]) -> None:
 
 
 def _write_tensors(folder: Path, stem: str, tensors: dict[str, Any]) -> dict[str, Any]:
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     # a copy each: safetensors takes no two tensors that share memory (tied embeddings do)
-    whole = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
-    temporary = folder / f".{stem}.new"
-    try:
-        write_whole(temporary, lambda path: save_file(whole, path))
-        digest = _digest(temporary)
-        final = folder / f"{stem}-{digest[:12]}.safetensors"
-        temporary.replace(final)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return {"name": final.name, "bytes": final.stat().st_size, "sha256": digest}
+    data = save({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()})
+    digest = hashlib.sha256(data).hexdigest()
+    path = folder / f"{stem}-{digest[:12]}.safetensors"
+    write_whole(path, lambda temporary: temporary.write_bytes(data))
+    return {"name": path.name, "bytes": len(data), "sha256": digest}
 
 
 def _digest(path: Path) -> str:
@@ -136,14 +143,17 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _remove_unnamed(folder: Path) -> None:
-    """Delete array files that no checkpoint of this folder names any more."""
+def tidy(folder: Path) -> None:
+    """Delete array files that no checkpoint of this folder names any more, and what a killed save left."""
+    remove_temporaries(folder)
     named: set[str] = set()
     for path in folder.glob("*.json"):
         try:
             files = read_json("checkpoint", path).get("files", {})
             named.update(entry["name"] for entry in files.values())
-        except (CommandError, KeyError, TypeError, AttributeError):
+        except CommandError:
+            return  # it may be a checkpoint: better too many files than one too few
+        except (KeyError, TypeError, AttributeError):
             continue  # another JSON file
     for path in folder.glob("*.safetensors"):
         if _OURS.fullmatch(path.name) and path.name not in named:

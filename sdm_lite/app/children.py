@@ -133,7 +133,7 @@ def _finish(child: Child, board: Board, stopping: bool) -> None:
         log = child.folder / LOG
         # code 2 is a mistake in one line; anything else is a fault, and its log says more
         more = "" if code == 2 else f" (ended with code {code}; see {log})"
-        raise CommandError(f"{child.name}: {last_line(log)}{more}")
+        raise CommandError(f"{child.name}: {last_line(log) or 'it said nothing'}{more}")
 
 
 def last_line(path: Path) -> str:

@@ -7,21 +7,15 @@ stderr); 130 stopped by Ctrl-C, and 143 by SIGTERM, after saving.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 from ..errors import SdmError
-from .mistakes import require
+from .arguments import Parser, number, numbers, path, seed, whole
+from .mistakes import is_out_of_memory, require, system_mistake
 
 _CLI = ("torch", "rich", "matplotlib", "safetensors")
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with errors of one line."""
-
-    def error(self, text: str) -> NoReturn:
-        """Print the mistake and end with code 2."""
-        self.exit(2, f"{self.prog}: {text} (see {self.prog} --help)\n")
 
 
 def parser() -> Parser:
@@ -32,72 +26,106 @@ def parser() -> Parser:
     _add_recall(commands)
     _add_demo(commands)
     _add_generate(commands)
-    doctor = commands.add_parser("doctor", help="say what this machine has and check the ops (about ten seconds)")
+    doctor = commands.add_parser("doctor", help="say what this machine has, compile and check the ops")
     doctor.set_defaults(run=_doctor)
     return top
 
 
 def _add_train(commands: Any) -> None:
-    train = commands.add_parser("train", help="train a language model on bytes of text or code")
+    train = commands.add_parser(
+        "train",
+        help="train a language model on bytes of text or code",
+        epilog="presets: "
+        "tiny: dim 32, 64 slots, 20 steps, seconds: to see it work. "
+        "small: dim 128, 1,024 slots, windows of 512 bytes, 1,000 steps. "
+        "demo: small with 250 steps. "
+        "medium: dim 256, 4,096 slots, windows of 1,024, 4,000 steps. "
+        "Options given beside a preset win over it. What a run leaves in its folder: docs/command-line.md.",
+    )
     train.set_defaults(run=_train)
     add = train.add_argument
-    add("--data", metavar="PATH", help="a file or a folder (default: the sources of this Python's standard library)")
+    add(
+        "--data",
+        type=path,
+        metavar="PATH",
+        help="a file or a folder (default: the sources of this Python's standard library)",
+    )
     add("--mixer", choices=("sdm", "gdn", "conv", "swa", "full"), help="the global mixer (default sdm)")
     add("--compare", metavar="A,B", help="train these mixers side by side under equal FLOPs, e.g. sdm,gdn")
     add("--preset", help="tiny, small (default), demo or medium; the options below change it")
     _add_run(train)
-    add("--save-every", type=int, default=0, metavar="N", help="steps between checkpoints (default: at the end)")
-    add("--threads", type=_positive, metavar="N", help="threads of a single run (default: torch's choice)")
-    add("--length", type=_positive, metavar="T", help="bytes in a training window")
-    add("--batch", type=_positive, metavar="B", help="windows in a step")
-    add("--dim", type=_positive, help="width of the model")
-    add("--hidden", type=_positive, help="width inside the MLPs")
-    add("--window", type=_positive, help="tokens that sliding-window attention sees")
-    add("--muon-rate", type=float, metavar="X", help="learning rate of Muon; 0: AdamW for everything")
+    add("--save-every", type=whole(0), default=0, metavar="N", help="steps between checkpoints (default: at the end)")
+    add("--threads", type=whole(1), metavar="N", help="threads of a single run (default: torch's choice)")
+    add("--length", type=whole(1), metavar="T", help="bytes in a training window")
+    add("--batch", type=whole(1), metavar="B", help="windows in a step")
+    add("--dim", type=whole(1), help="width of the model")
+    add("--hidden", type=whole(1), help="width inside the MLPs")
+    add("--window", type=whole(1), help="tokens that sliding-window attention sees")
+    add("--muon-rate", type=number(0, low_too=True), metavar="X", help="learning rate of Muon; 0: AdamW for everything")
 
 
 def _add_recall(commands: Any) -> None:
-    recall = commands.add_parser("recall", help="train recall of key-value pairs from scratch and compare mixers")
+    recall = commands.add_parser(
+        "recall",
+        help="train recall of key-value pairs from scratch and compare mixers",
+        epilog="presets: "
+        "demo: dim 128, 1,024 slots, 16 to 256 pairs in training, 300 steps. "
+        "tiny: dim 64, 256 slots, 4 and 8 pairs, 100 steps, seconds.",
+    )
     recall.set_defaults(run=_recall)
     add = recall.add_argument
     add("--mixers", default="sdm,gdn", metavar="A,B", help="out of sdm, gdn, conv, swa, full (default sdm,gdn)")
     add("--preset", help="demo (default) or tiny")
     _add_run(recall)
-    add("--pairs", type=_numbers, metavar="N,N", help="numbers of pairs to train on; twice the largest is tested, too")
-    add("--key-dim", type=_positive, metavar="N", help="key width of a gdn layer")
+    add("--pairs", type=numbers, metavar="N,N", help="numbers of pairs to train on; twice the largest is tested, too")
+    add("--key-dim", type=whole(1), metavar="N", help="key width of a gdn layer")
 
 
 def _add_run(command: Any) -> None:
     add = command.add_argument
-    add("--steps", type=_positive, metavar="N", help="optimiser steps")
-    add("--seconds", type=float, metavar="S", help="seconds of training; with --steps, whichever ends first")
-    add("--seed", type=int, metavar="N", help="of the parameters and of the data's order (default 0)")
-    add("--out", metavar="DIR", help="folder of the run (default: a new one in runs/)")
-    add("--resume", nargs="?", const="", metavar="DIR", help="continue the run in DIR, or in --out, bit for bit")
-    add("--learning-rate", type=float, metavar="X", help="of AdamW")
-    add("--slots", type=_positive, metavar="N", help="slots of an sdm layer, a square number")
-    add("--writes", type=_positive, metavar="W", help="slots that a token writes")
-    add("--reads", type=_positive, metavar="R", help="slots that a token reads")
+    add("--steps", type=whole(1), metavar="N", help="optimiser steps")
+    add("--seconds", type=number(0), metavar="S", help="seconds of training; with --steps, whichever ends first")
+    add("--seed", type=seed, metavar="N", help="of the parameters and of the data's order (default 0)")
+    add("--out", type=path, metavar="DIR", help="folder of the run (default: a new one in runs/)")
+    add(
+        "--resume",
+        nargs="?",
+        const="",
+        type=path,
+        metavar="DIR",
+        help="continue the run in DIR, or in --out, bit for bit",
+    )
+    add("--learning-rate", type=number(0), metavar="X", help="of AdamW")
+    add("--slots", type=whole(1), metavar="N", help="slots of an sdm layer, a square number")
+    add("--writes", type=whole(1), metavar="W", help="slots that a token writes")
+    add("--reads", type=whole(1), metavar="R", help="slots that a token reads")
 
 
 def _add_demo(commands: Any) -> None:
     demo = commands.add_parser("demo", help="text and recall, sdm beside gdn: one table and two pictures")
     demo.set_defaults(run=_demo)
-    demo.add_argument("--out", metavar="DIR", help="folder (default runs/demo); an earlier demo in it is replaced")
-    demo.add_argument("--preset", default="demo", help="demo, or tiny to see it work in seconds")
-    demo.add_argument("--seed", type=int, default=0, metavar="N")
+    add = demo.add_argument
+    add("--out", type=path, metavar="DIR", help="folder (default runs/demo); an earlier demo in it is replaced")
+    add("--preset", default="demo", help="demo, or tiny to see it work in seconds")
+    add("--seed", type=seed, default=0, metavar="N", help="as in train (default 0)")
 
 
 def _add_generate(commands: Any) -> None:
     generate = commands.add_parser("generate", help="stream text from a checkpoint")
     generate.set_defaults(run=_generate)
     add = generate.add_argument
-    add("--checkpoint", required=True, metavar="DIR", help="folder of a run")
+    add("--checkpoint", required=True, type=path, metavar="DIR", help="folder of a run")
     add("--prompt", required=True, metavar="TEXT")
-    add("--tokens", type=int, default=256, metavar="N", help="bytes to add (default 256)")
-    add("--temperature", type=float, default=0.8, metavar="X", help="0: always the likeliest byte (default 0.8)")
-    add("--seed", type=int, metavar="N", help="of the draws (default: another each time)")
-    add("--threads", type=_positive, metavar="N", help="threads (default: torch's choice)")
+    add("--tokens", type=whole(0), default=256, metavar="N", help="bytes to add (default 256)")
+    add(
+        "--temperature",
+        type=number(0, low_too=True),
+        default=0.8,
+        metavar="X",
+        help="0: always the likeliest byte (default 0.8)",
+    )
+    add("--seed", type=seed, metavar="N", help="of the draws (default: another each time)")
+    add("--threads", type=whole(1), metavar="N", help="threads (default: torch's choice)")
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -137,33 +165,36 @@ def _doctor(options: argparse.Namespace) -> int:
 def _console() -> Any:
     from rich.console import Console
 
-    return Console()
+    class PipedConsole(Console):
+        """A console that lets :func:`main` end the command when the reader of its output has gone."""
 
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text}")
-    return value
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(_positive(part) for part in text.split(","))
+    return PipedConsole()
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; return its exit code. A mistake is one line on stderr and code 2."""
+    options = parser().parse_args(arguments)
     try:
-        options = parser().parse_args(arguments)
         return options.run(options)
-    except SdmError as error:
-        print("sdm-lite " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has gone (| head)
-        sys.stderr.close()  # nor is there anyone to tell at exit
+    except BrokenPipeError:  # the reader of our output has gone (| head): nor is there anyone to tell at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except SdmError as error:
+        return _say(error)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+            raise
+        return _say(system_mistake(options.command, error))
+
+
+def _say(error: SdmError) -> int:
+    print("sdm-lite " + " ".join(str(error).split()), file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

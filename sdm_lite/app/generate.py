@@ -21,10 +21,6 @@ COMMAND = "generate"
 def run(options: argparse.Namespace, output: TextIO | None = None) -> int:
     """Print the prompt and its continuation as it comes; return the exit code."""
     output = output or sys.stdout
-    if options.tokens < 0:
-        raise mistake(COMMAND, "--tokens", "0 or more", str(options.tokens), "pass a number of bytes")
-    if not options.temperature >= 0:
-        raise mistake(COMMAND, "--temperature", "0 or more", str(options.temperature), "pass 0 for the likeliest")
     prompt = options.prompt.encode("utf-8", errors="surrogateescape")
     if not prompt:
         raise mistake(COMMAND, "--prompt", "at least one byte", "an empty prompt", "pass some text")

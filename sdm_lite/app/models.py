@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import SdmError
 from ..nn import SMALL_MODEL_OPTIONS, HybridLM, flops_per_token, parameter_counts, state_elements
 from . import checkpoint
 from .mistakes import mistake
@@ -46,13 +46,17 @@ def build(settings: Settings, vocab_size: int) -> HybridLM:
 
 def from_checkpoint(command: str, folder: Path) -> tuple[HybridLM, checkpoint.Checkpoint]:
     """Return the model saved in `folder`, in evaluation mode, and its checkpoint; CommandError when damaged."""
-    from .trainer import load_model
+    from .trainer import check_arrays, load_model
 
     found = checkpoint.load(command, folder)
     try:
-        model = HybridLM(**found.record["config"])
-    except (SdmError, TypeError, ValueError, AttributeError) as error:
-        raise mistake(command, str(folder), "a model's config", f"a damaged one ({error})", "use another") from error
+        with torch.device("meta"):  # without storage: a damaged config may ask for any size
+            shapes = HybridLM(**found.record["config"])
+    except Exception as error:  # whatever a layer makes of wrong types and sizes
+        got = f"a damaged one ({error!s:.200})"
+        raise mistake(command, str(folder), "a model's config", got, "use another checkpoint") from error
+    check_arrays(command, shapes, found, found.tensors(command, "model"))
+    model = HybridLM(**found.record["config"])
     load_model(command, model, found)
     return model.eval(), found
 
@@ -78,6 +82,14 @@ def account(model: HybridLM, settings: Settings) -> dict[str, Any]:
         "state_access": state["access"],
         "cache_elements": state["cache"],
     }
+
+
+def physical_memory() -> float:
+    """Return the bytes of this machine's memory; infinity where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return math.inf
 
 
 def use_threads(threads: int | None) -> None:

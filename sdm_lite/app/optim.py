@@ -13,6 +13,8 @@ from .mistakes import mistake
 from .muon import Muon
 from .settings import Settings
 
+#: what each optimiser keeps of a parameter: True where it has the parameter's shape, else one number
+_KEPT = {"AdamW": {"step": False, "exp_avg": True, "exp_avg_sq": True}, "Muon": {"momentum_buffer": True}}
 #: the name under which each group keeps its full learning rate
 BASE_RATE = "base_rate"
 
@@ -86,7 +88,10 @@ def load_state_tensors(
         owner, _, rest = path.partition("/")
         name, _, key = rest.rpartition("/")
         parameter = parameters.get(name)
-        if owner not in by_name or parameter is None or value.shape not in (parameter.shape, torch.Size([])):
+        whole = _KEPT.get(owner, {}).get(key)
+        shape = parameter.shape if whole and parameter is not None else torch.Size([])
+        together = all(f"{owner}/{name}/{other}" in flat for other in _KEPT.get(owner, {}))
+        if owner not in by_name or parameter is None or whole is None or not together or value.shape != shape:
             got = f"state for {path} {tuple(value.shape)}"
             raise mistake(command, "optimizer state", "state of this model's parameters", got, "use another checkpoint")
         by_name[owner].state[parameter][key] = value.clone()

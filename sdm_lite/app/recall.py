@@ -46,7 +46,7 @@ def measure(options: argparse.Namespace, out: Path, console: Console) -> tuple[d
         wanted = {**given, "mixer": name}
         settings[name] = settings_for(COMMAND, RECALL_PRESETS, preset, options.preset, wanted, out / name, there)
     check_resumable(COMMAND, out, resume, stored)
-    accounts = accounts_of(settings)
+    accounts = accounts_of(COMMAND, settings)
     if "steps" in given or not stored:  # a resumed run's own steps are matched already
         settings = match_steps(settings, accounts)
     make_folder(COMMAND, "--out", out)

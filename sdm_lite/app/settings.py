@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
+from .arguments import LARGEST, LARGEST_SEED
 from .mistakes import mistake
 
 MIXERS = ("sdm", "gdn", "conv", "swa", "full")
@@ -80,7 +82,24 @@ class Settings:
             got = f"none for {', '.join(missing)}"
             raise mistake(command, "settings", "a value for every setting", got, "start a new run")
         values: dict[str, Any] = {name: tuple(v) if isinstance(v := stored[name], list) else v for name in names}
+        for field in dataclasses.fields(cls):
+            if not _is_of(field.type, values[field.name]):
+                got = f"{values[field.name]!r:.40}"
+                raise mistake(command, f"setting {field.name}", str(field.type), got, "start a new run")
         return cls(**values)
+
+
+def _is_of(kind: str, value: Any) -> bool:
+    """Return whether `value` has the type of a setting, as its field names it."""
+    if kind.startswith("tuple"):
+        inner = int if "int" in kind else str
+        return isinstance(value, tuple) and bool(value) and all(type(one) is inner for one in value)
+    allowed = kind.split(" | ")
+    return (
+        type(value).__name__ in allowed
+        or (value is None and "None" in allowed)
+        or ("float" in allowed and type(value) is int)
+    )
 
 
 #: presets of `train`; "small" is used when none is named
@@ -159,20 +178,47 @@ def choose(command: str, presets: dict[str, dict[str, Any]], preset: str, given:
     return settings
 
 
+#: settings that are whole numbers from 1, from 0, and finite numbers from 0
+_FROM_ONE = "steps length batch dim slots writes reads window heads kv_heads mixer_heads key_dim keys values".split()
+_FROM_ONE += "tokens max_rows eval_queries long_documents".split()
+_FROM_ZERO = "hidden ngram_buckets grow_every warmup".split()
+_NUMBERS = "seconds learning_rate muon_rate weight_decay clip decay".split()
+
+
 def _check(command: str, settings: Settings) -> None:
-    for name in ("steps", "length", "batch", "dim", "slots", "writes", "reads", "window", "heads", "tokens"):
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise mistake(command, f"--{name}", "at least 1", str(value), "pass a larger number")
-    if settings.seconds is not None and not settings.seconds > 0:
-        raise mistake(command, "--seconds", "more than 0", str(settings.seconds), "pass a larger number")
-    if not settings.learning_rate > 0:
-        raise mistake(command, "--learning-rate", "more than 0", str(settings.learning_rate), "pass a larger number")
-    if settings.seed < 0:
-        raise mistake(command, "--seed", "at least 0", str(settings.seed), "pass another number")
-    largest = max(settings.pairs)
-    if largest > settings.keys:
-        raise mistake(command, "--pairs", f"at most {settings.keys}, the number of keys", str(largest), "ask for fewer")
+    """Raise CommandError, in the words of the command line, where the settings make no run."""
+
+    def refuse(name: str, expected: str, got: Any, fix: str = "pass another number") -> None:
+        raise mistake(command, f"--{name.replace('_', '-')}", expected, str(got), fix)
+
+    for name in (*_FROM_ONE, *_FROM_ZERO):
+        value, low = getattr(settings, name), int(name in _FROM_ONE)
+        if value is not None and not low <= value <= LARGEST:
+            refuse(name, f"{low} to {LARGEST}", value)
+    unknown = set(settings.layers) - {"mixer", *MIXERS}
+    if unknown or settings.mixer not in MIXERS or "mixer" not in settings.layers:
+        expected = f"layers out of mixer, {', '.join(MIXERS)}"
+        raise mistake(command, "setting layers", expected, str(settings.layers), "start a new run")
+    for name in _NUMBERS:
+        value, above = getattr(settings, name), name in ("seconds", "learning_rate", "clip")
+        if value is not None and not (0 < value < math.inf or (value == 0 and not above)):
+            refuse(name, f"a finite number {'above' if above else 'from'} 0", value)
+    if not 0 <= settings.seed <= LARGEST_SEED:
+        refuse("seed", f"0 to {LARGEST_SEED}", settings.seed)
+    if min(settings.pairs + settings.eval_pairs) < 1 or max(settings.pairs + settings.eval_pairs) > settings.keys:
+        most = max(settings.pairs + settings.eval_pairs)
+        refuse("pairs", f"1 to {settings.keys}, the number of keys", most, "ask for fewer")
+    side = math.isqrt(settings.slots)
+    if side * side != settings.slots:
+        refuse("slots", "a square number", settings.slots, f"pass {side**2} or {(side + 1) ** 2}")
+    for name in ("writes", "reads"):
+        if getattr(settings, name) > settings.slots:
+            fix = f"lower --{name} or raise --slots"
+            refuse(name, f"1 to {settings.slots}, the slots", getattr(settings, name), fix)
+    part = math.lcm(2 * settings.heads, settings.mixer_heads)
+    if settings.dim % part:
+        fix = f"pass {max(1, settings.dim // part) * part} or {(settings.dim // part + 1) * part}"
+        refuse("dim", f"a multiple of {part}, for {settings.heads} heads of an even width", settings.dim, fix)
 
 
 def resume_settings(command: str, stored: dict[str, Any], wanted: dict[str, Any]) -> Settings:

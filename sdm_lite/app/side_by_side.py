@@ -6,14 +6,17 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from . import checkpoint, models
 from .children import Child, cores, run_children
 from .files import make_folder, read_json, write_json
+from .mistakes import mistake
 from .progress import Board
 from .run import RESULT
 from .settings import Settings
+from .tasks import BYTES
 from .trainer import StopRequest
 from .worker import SETTINGS
 
@@ -21,6 +24,7 @@ from .worker import SETTINGS
 INDEX = "compare.json"
 #: models whose FLOPs per token are this close train for the same number of steps, on the same data
 _SAME = 0.05
+_SMALLER = "lower --dim, --hidden or --slots"
 
 
 def match_steps(settings: dict[str, Settings], accounts: dict[str, dict[str, Any]]) -> dict[str, Settings]:
@@ -69,12 +73,22 @@ def run_side_by_side(
     return {name: read_json(command, out / name / RESULT) for name in settings}, 0
 
 
-def accounts_of(settings: dict[str, Settings]) -> dict[str, dict[str, Any]]:
-    """Return the FLOP, parameter and state accounting of each run, without training it."""
+def accounts_of(command: str, settings: dict[str, Settings]) -> dict[str, dict[str, Any]]:
+    """Return the FLOP, parameter and state accounting of each run, without its storage; refuse what cannot fit."""
     accounts = {}
     for name, one in settings.items():
-        vocab_size = one.keys + one.values if one.task == "recall" else 256
-        accounts[name] = models.account(models.build(one, vocab_size), one)
+        vocab_size = one.keys + one.values if one.task == "recall" else BYTES
+        try:
+            with torch.device("meta"):
+                accounts[name] = models.account(models.build(one, vocab_size), one)
+        except RuntimeError as error:  # torch cannot count that many
+            raise mistake(command, "sizes", "a model that fits the memory", f"{error!s:.200}", _SMALLER) from error
+        # parameter, gradient and two moments, float32
+        needed = 16 * sum(accounts[name][part] for part in ("parameters", "memory_parameters", "ngram_parameters"))
+        if needed > models.physical_memory():
+            got = f"{needed / 2**30:,.0f} GiB of parameters and their optimiser for {name}"
+            most = f"at most this machine's {models.physical_memory() / 2**30:,.0f} GiB"
+            raise mistake(command, "sizes", most, got, _SMALLER)
     return accounts
 
 

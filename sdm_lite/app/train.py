@@ -28,8 +28,6 @@ OPTIONS = (
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Train what the options ask for; return the exit code."""
-    if options.save_every < 0:
-        raise mistake(COMMAND, "--save-every", "0 or more", str(options.save_every), "pass a number of steps")
     given = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
     if given.get("data") is not None:
         given["data"] = os.path.abspath(given["data"])  # a resumed run may start in another folder
@@ -48,7 +46,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 def _train_one(options: argparse.Namespace, given: dict[str, Any], out: Path, resume: bool, console: Console) -> int:
     settings = settings_for(COMMAND, TRAIN_PRESETS, options.preset or "small", options.preset, given, out, resume)
     task = build_task(COMMAND, settings)
-    account = accounts_of({settings.mixer: settings})[settings.mixer]
+    account = accounts_of(COMMAND, {settings.mixer: settings})[settings.mixer]
     make_folder(COMMAND, "--out", out)
     models.use_threads(options.threads)
     tables.show_accounts(console, {settings.mixer: account}, {settings.mixer: settings.steps})
@@ -83,7 +81,7 @@ def compare(
         folder = out / name
         settings[name] = settings_for(COMMAND, TRAIN_PRESETS, preset, options.preset, wanted, folder, stored[name])
     build_task(COMMAND, next(iter(settings.values())))  # a data mistake shows here, before any process starts
-    accounts = accounts_of(settings)
+    accounts = accounts_of(COMMAND, settings)
     if "steps" in given or not any(stored.values()):  # a resumed run's own steps are matched already
         settings = match_steps(settings, accounts)
     tables.show_accounts(console, accounts, {name: one.steps for name, one in settings.items()})

@@ -143,7 +143,8 @@ class Trainer:
         optim.load_state_tensors(self.command, self.optimizers, self.model, tensors)
         self.step, self.elapsed = found.step, float(found.record.get("elapsed", 0.0))
         self.decaying = bool(found.record.get("decaying"))
-        _keep_metrics(self.folder / METRICS, self.step)
+        _keep_metrics(self.command, self.folder / METRICS, self.step)
+        checkpoint.tidy(self.folder)
 
     def train(self, stop: StopRequest, show: Callable[[dict[str, Any]], None]) -> bool:
         """Step until the end, saving on the way; return False when `stop` came first (saved then, too)."""
@@ -151,7 +152,7 @@ class Trainer:
         if self.progress < 1.0:
             self._warm_up()
         if self.step == 0:
-            _keep_metrics(self.folder / METRICS, 0)
+            _keep_metrics(self.command, self.folder / METRICS, 0)
         smooth: float | None = None
         with open(self.folder / METRICS, "a", encoding="utf-8") as metrics:
             while self.progress < 1.0 and not stop:
@@ -184,7 +185,7 @@ class Trainer:
         progress = self.progress
         started = time.perf_counter()
         # whatever a layer draws at random is then a function of the step, too
-        torch.manual_seed(settings.seed * 1_000_003 + self.step)
+        torch.manual_seed((settings.seed * 1_000_003 + self.step) % 2**64)
         factor = optim.rate_factor(self.step, progress, settings.warmup, settings.decay)
         optim.set_rate(self.optimizers, factor)
         loss, tokens = self.task.loss(self.model, self.task.batch(self.step))
@@ -227,14 +228,23 @@ class Trainer:
 
 
 def load_model(command: str, model: nn.Module, found: checkpoint.Checkpoint) -> None:
-    """Load the parameters of `found` into `model`; CommandError when names or shapes differ."""
-    try:
-        model.load_state_dict(found.tensors(command, "model"), strict=True)
-    except RuntimeError as error:
-        first = str(error).split("\n", 1)[-1].strip().split("\n")[0]
-        raise mistake(
-            command, str(found.folder), "the arrays of its config", first, "use another checkpoint"
-        ) from error
+    """Load the parameters of `found` into `model`; CommandError when names, shapes or dtypes differ."""
+    tensors = found.tensors(command, "model")
+    check_arrays(command, model, found, tensors)
+    model.load_state_dict(tensors, strict=True)
+
+
+def check_arrays(command: str, model: nn.Module, found: checkpoint.Checkpoint, tensors: dict[str, Any]) -> None:
+    """Raise CommandError unless `tensors` are what `model` (which may lie on the meta device) holds."""
+
+    def facts(arrays: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+        return {name: (*array.shape, array.dtype) for name, array in arrays.items()}
+
+    expected, got = facts(model.state_dict()), facts(tensors)
+    wrong = [name for name in {**expected, **got} if expected.get(name) != got.get(name)]
+    if wrong:
+        first = f"{wrong[0]} {got.get(wrong[0], 'missing')} for {expected.get(wrong[0], 'nothing')}"
+        raise mistake(command, str(found.folder), "the arrays of its config", first, "use another checkpoint")
 
 
 def pick_checkpoint(command: str, folder: Path, settings: Settings) -> checkpoint.Checkpoint:
@@ -259,22 +269,29 @@ def pick_checkpoint(command: str, folder: Path, settings: Settings) -> checkpoin
     raise mistake(command, "--resume with --steps", expected, got, "pass the same, or start a new run")
 
 
-def _keep_metrics(path: Path, step: int) -> None:
+def _keep_metrics(command: str, path: Path, step: int) -> None:
     """Drop the lines of steps after `step`, and a last line that was cut short."""
     if not path.exists():
         return
-    kept = [line for line in read_metrics(path) if line["step"] <= step]
+    kept = [line for line in read_metrics(path, command) if line["step"] <= step]
     text = "".join(json.dumps(line) + "\n" for line in kept)
     write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a metrics file."""
-    lines = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:  # the line being written
-                break
+def read_metrics(path: Path, command: str = "train") -> list[dict[str, Any]]:
+    """Return the lines of a metrics file but a last one that is being written; CommandError for any other text."""
+    lines: list[dict[str, Any]] = []
+    texts = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+            good = isinstance(line, dict) and type(line["step"]) is int and type(line["loss"]) is float
+        except (ValueError, KeyError, RecursionError):
+            good = False
+        if not good and number == len(texts) and not text.endswith("\n"):
+            break
+        if not good:
+            expected, fix = "a JSON object with step and loss", "delete that line, or the file"
+            raise mistake(command, f"{path} line {number}", expected, repr(text.rstrip()[:60]), fix)
+        lines.append(line)
     return lines

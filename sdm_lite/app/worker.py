@@ -22,6 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     from rich.console import Console
 
     from .files import read_json
+    from .mistakes import system_mistake
     from .progress import Board
     from .run import build_task, run_one
     from .settings import Settings
@@ -38,6 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
             )
     except SdmError as error:
         print(error, file=sys.stderr)
+        return 2
+    except (OSError, MemoryError) as error:
+        print(system_mistake("worker", error), file=sys.stderr)
         return 2
     return 0 if result is not None else stop.exit_code
 

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import ShapeError, ValueRangeError, message
+from ..errors import ValueRangeError, message
+from .checks import check_vectors
 from .gates import check_divides
 from .state import MixerState, wants_state
 
@@ -57,10 +58,9 @@ class _Attention(nn.Module):
         self, x: Tensor, state: MixerState | None = None, *, return_state: bool | None = None, inplace: bool = False
     ) -> tuple[Tensor, MixerState | None]:
         """Return (y [B, T, dim], state); the arguments are those of SparseDeltaMemory (`inplace` changes nothing)."""
-        hand_back, state = wants_state(self, x, state, return_state), MixerState() if state is None else state
-        if x.ndim != 3 or x.shape[-1] != self.dim:
-            expected = f"[B, T, {self.dim}]"
-            raise ShapeError(message(type(self).__name__, "x", expected, str(list(x.shape)), "pass a batch of vectors"))
+        check_vectors(type(self).__name__, x, self.dim, self.q_proj.weight)
+        hand_back = wants_state(self, x, state, return_state, inplace, cache=(self.num_kv_heads, self.head_dim))
+        state = MixerState() if state is None else state
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)

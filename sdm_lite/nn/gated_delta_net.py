@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import ShapeError, ValueRangeError, message
+from ..errors import ValueRangeError, message
+from ..validate import check_shape
+from .checks import check_like, check_tensor, check_vectors
 from .gates import (
     DECAY_INITS,
     KEY_INITS,
@@ -54,6 +58,11 @@ def gated_delta_rule(
     final_state : Tensor [B, H, d_k, d_v]
         Both in the dtype of `values`.
 
+    Raises
+    ------
+    ShapeError, DtypeError, DeviceError, ValueRangeError
+        Where the arguments do not fit each other.
+
     Examples
     --------
     >>> one = torch.ones(1, 2, 1, 1)
@@ -61,6 +70,7 @@ def gated_delta_rule(
     >>> y.flatten().tolist(), state.item()
     ([0.5, 0.75], 0.75)
     """
+    _check_rule(q, k, values, log_decay, beta, initial_state, chunk)
     B, T, H, _ = k.shape
     state = values.new_zeros(B, H, k.shape[-1], values.shape[-1]) if initial_state is None else initial_state
     if T == 0:
@@ -95,6 +105,28 @@ def gated_delta_rule(
         readings.append(query @ state + inner @ delta)
         state = decay * state + written @ delta
     return torch.cat(readings, dim=2)[:, :, :T].transpose(1, 2), state
+
+
+def _check_rule(q: Any, k: Any, values: Any, log_decay: Any, beta: Any, initial_state: Any | None, chunk: int) -> None:
+    op = "gated_delta_rule"
+    named = {"values": values, "q": q, "k": k, "log_decay": log_decay, "beta": beta, "initial_state": initial_state}
+    if initial_state is None:
+        del named["initial_state"]
+    for name, x in named.items():
+        check_tensor(op, name, x)
+    check_shape(op, "values", values, (None,) * 4, "[B, T, H, d_v]")
+    token = tuple(values.shape[:3])
+    check_shape(op, "k", k, (*token, None), "[B, T, H, d_k]")
+    check_shape(op, "q", q, tuple(k.shape), "[B, T, H, d_k]")
+    for name in ("log_decay", "beta"):
+        check_shape(op, name, named[name], token, "[B, T, H]")
+    if initial_state is not None:
+        wanted = (token[0], token[2], k.shape[3], values.shape[3])
+        check_shape(op, "initial_state", initial_state, wanted, "[B, H, d_k, d_v]")
+    for name, x in named.items():
+        check_like(op, name, x, values, "that of values")
+    if chunk < 1:
+        raise ValueRangeError(message(op, "chunk", "at least 1 token", str(chunk), "raise chunk"))
 
 
 def _sums_between(log_decay: Tensor) -> Tensor:
@@ -192,11 +224,9 @@ class GatedDeltaNet(nn.Module):
         self, x: Tensor, state: MixerState | None = None, *, return_state: bool | None = None, inplace: bool = False
     ) -> tuple[Tensor, MixerState | None]:
         """Return (y [B, T, dim], state); the arguments are those of SparseDeltaMemory (`inplace` changes nothing)."""
-        if x.ndim != 3 or x.shape[-1] != self.dim:
-            expected = f"[B, T, {self.dim}]"
-            raise ShapeError(message("GatedDeltaNet", "x", expected, str(list(x.shape)), "pass a batch of vectors"))
+        check_vectors("GatedDeltaNet", x, self.dim, self.q_proj.weight)
         memory_shape = (self.num_heads, self.head_k_dim, self.head_v_dim)
-        hand_back = wants_state(self, x, state, return_state, memory_shape)
+        hand_back = wants_state(self, x, state, return_state, inplace, memory=memory_shape, taps=self.convs)
         state = MixerState() if state is None else state
         taps: dict[str, Tensor] = {}
         q = convolve(self.convs, "query", self.q_proj(x), state, taps)

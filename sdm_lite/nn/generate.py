@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .. import validate
 from ..errors import ShapeError, ValueRangeError, message
+from .checks import check_ids
 
 if TYPE_CHECKING:
     from .hybrid_lm import HybridLM
@@ -80,27 +82,31 @@ def stream_tokens(
     cache: Any = None,
 ) -> Iterator[Tensor]:
     """Yield the new tokens [B] one by one; the arguments are those of :func:`generate`."""
-    if ids.ndim != 2 or ids.shape[1] < 1:
+    check_ids(_NAME, ids, model.config["vocab_size"], model.embedding.weight.device)
+    if ids.shape[1] < 1:
         raise ShapeError(message(_NAME, "ids", "[B, T] with T >= 1", str(list(ids.shape)), "pass at least one token"))
-    vocab_size = model.config["vocab_size"]
-    if ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < vocab_size):
-        got = f"{int(ids.min())} to {int(ids.max())}"
-        raise ValueRangeError(message(_NAME, "ids", f"tokens in [0, {vocab_size})", got, "check the tokenizer"))
     for name, value, low in (
         ("temperature", temperature, 0),
         ("max_new_tokens", max_new_tokens, 0),
         ("top_k", top_k, 1),
     ):
-        if value is not None and not value >= low:
+        if value is None:
+            continue
+        value = (validate.real_number if name == "temperature" else validate.whole_number)(_NAME, name, value)
+        if not value >= low:
             raise ValueRangeError(message(_NAME, name, f"at least {low}", str(value), f"raise {name}"))
+    if seed is not None and not 0 <= validate.whole_number(_NAME, "seed", seed) < 2**64:
+        raise ValueRangeError(message(_NAME, "seed", "None or 0 to 2^64 - 1", str(seed), "pass another seed"))
     return _stream(model, ids, max_new_tokens, temperature, top_k, seed, cache)
 
 
 def _stream(
     model: HybridLM, ids: Tensor, count: int, temperature: float, top_k: int | None, seed: int | None, cache: Any
 ) -> Iterator[Tensor]:
+    from .hybrid_lm import HybridState  # which imports this module
+
     generator = None if seed is None else torch.Generator(device=ids.device).manual_seed(seed)
-    logits, state = _step(model, ids, cache)
+    logits, state = _step(model, ids, HybridState() if cache is None else cache)
     for index in range(count):
         token = sample(logits, temperature, top_k, generator).to(ids.dtype)
         if cache is not None or index + 1 < count:  # nobody needs the step after the last token otherwise

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import DtypeError, ShapeError, ValueRangeError, message
 from .attention import FullAttention, SlidingWindowAttention
 from .blocks import Block, NgramEmbedding
+from .checks import check_ids, check_vectors
 from .gated_delta_net import GatedDeltaNet
 from .gates import choose
 from .generate import generate
@@ -20,6 +21,7 @@ from .short_conv import GatedShortConv
 from .sparse_delta_memory import SparseDeltaMemory
 from .state import MixerState
 
+_NAME = "HybridLM"
 KINDS = ("sdm", "gdn", "conv", "swa", "full")
 MIXERS = {
     "sdm": SparseDeltaMemory,
@@ -57,6 +59,9 @@ class HybridState:
     def position(self) -> int:
         """Tokens seen."""
         return self.layers[0].position if self.layers else 0
+
+
+torch.serialization.add_safe_globals([HybridState])  # as MixerState
 
 
 class HybridLM(nn.Module):
@@ -158,7 +163,7 @@ class HybridLM(nn.Module):
             block.scale_outputs((2 * num_layers) ** -0.5)
 
     def _check(self) -> None:
-        config, op = self.config, "HybridLM"
+        config, op = self.config, _NAME
         choose(op, "hash_ids", config["hash_ids"], HASH_IDS)
         for kind in config["options"]:
             choose(op, "options", kind, KINDS)
@@ -210,7 +215,10 @@ class HybridLM(nn.Module):
 
         Raises
         ------
-        DtypeError, ShapeError
+        DtypeError, ShapeError, DeviceError
+            Where ids or state do not fit the model.
+        ValueRangeError
+            An id outside of the vocabulary (seen on the CPU and outside of compiled graphs); `inplace` without a state.
         """
         hand_back = state is not None if return_state is None else return_state
         x, after = self.features(ids, state, return_state=hand_back, inplace=inplace)
@@ -223,11 +231,10 @@ class HybridLM(nn.Module):
 
         With :meth:`logits` of a part of them, a loss on a few positions saves most of the head's work.
         """
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise DtypeError(message("HybridLM", "ids", "integers", str(ids.dtype), "pass token ids"))
-        if ids.ndim != 2:
-            raise ShapeError(message("HybridLM", "ids", "[B, T]", str(list(ids.shape)), "add the batch axis"))
+        check_ids(_NAME, ids, self.config["vocab_size"], self.embedding.weight.device)
+        self._check_state(ids, state, inplace)
         state = state or HybridState()
+        inplace = inplace and bool(state.layers)  # before the first token there is nothing to update
         recent = ids.new_full((ids.shape[0], 3), -1).long() if state.recent is None else state.recent
         x = self.embedding(ids)
         if self.ngrams is not None:
@@ -241,8 +248,27 @@ class HybridLM(nn.Module):
         x = self.norm(x)
         return x, HybridState(after, torch.cat([recent, ids], dim=1)[:, -3:]) if return_state else None
 
+    def _check_state(self, ids: Tensor, state: Any, inplace: bool) -> None:
+        """Raise unless `state` is None or one of this model and of these sequences; the layers look at its parts."""
+        if state is None:
+            if inplace:
+                fix = "pass a HybridState, or inplace=False"
+                raise ValueRangeError(message(_NAME, "inplace", "a state to update in place", "state=None", fix))
+            return
+        if not isinstance(state, HybridState):
+            kind, fix = type(state).__name__, "pass what the previous call returned, or HybridState()"
+            raise DtypeError(message(_NAME, "state", "a HybridState", kind, fix))
+        fix = "pass the state of these sequences in this model, or None"
+        if len(state.layers) not in (0, len(self.blocks)):
+            got = f"one of {len(state.layers)}"
+            raise ShapeError(message(_NAME, "state", f"a state of {len(self.blocks)} layers", got, fix))
+        if state.recent is not None and tuple(state.recent.shape) != (ids.shape[0], 3):
+            got = f"recent {list(state.recent.shape)}"
+            raise ShapeError(message(_NAME, "state", f"a state of {ids.shape[0]} sequences, as ids has", got, fix))
+
     def logits(self, features: Tensor) -> Tensor:
         """Return logits [..., vocab_size] of features [..., dim]."""
+        check_vectors(_NAME, features, self.config["dim"], self.embedding.weight, rank=None, name="features")
         return F.linear(features, self.embedding.weight) if self.head is None else self.head(features)
 
     def _hash_ids(self, ids: Tensor, recent: Tensor) -> Any:
@@ -279,7 +305,7 @@ class HybridLM(nn.Module):
 
 def layer_kinds(num_layers: int, mixer: str, mixer_every: int, layers: Sequence[str] | None) -> list[str]:
     """Return the kind of each layer, or raise ValueRangeError."""
-    op = "HybridLM"
+    op = _NAME
     choose(op, "mixer", mixer, KINDS)
     if layers is None:
         if not 1 <= mixer_every <= num_layers:

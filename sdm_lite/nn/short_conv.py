@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ValueRangeError, message
+from ..validate import check_shape
+from .checks import check_vectors
 from .gates import choose
 from .state import MixerState, wants_state
 
@@ -53,7 +55,10 @@ class ShortConv(nn.Module):
 
     def forward(self, x: Tensor, taps: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return y [B, T, channels] and the last width - 1 inputs; `taps` are those of the previous call."""
-        width = self.weight.shape[-1]
+        channels, _, width = self.weight.shape
+        check_vectors("ShortConv", x, channels, self.weight)
+        if taps is not None:
+            check_shape("ShortConv", "taps", taps, (x.shape[0], width - 1, channels), "[B, width - 1, channels]")
         if taps is None:
             taps = x.new_zeros(x.shape[0], width - 1, x.shape[-1])
         padded = torch.cat([taps.to(x.dtype), x], dim=1)
@@ -109,7 +114,9 @@ class GatedShortConv(nn.Module):
         self, x: Tensor, state: MixerState | None = None, *, return_state: bool | None = None, inplace: bool = False
     ) -> tuple[Tensor, MixerState | None]:
         """Return (y [B, T, dim], state); the arguments are those of :class:`SparseDeltaMemory`."""
-        hand_back, state = wants_state(self, x, state, return_state), MixerState() if state is None else state
+        check_vectors("GatedShortConv", x, self.v_proj.in_features, self.v_proj.weight)
+        hand_back = wants_state(self, x, state, return_state, inplace, taps=self.convs)
+        state = MixerState() if state is None else state
         taps: dict[str, Tensor] = {}
         y = convolve(self.convs, "value", self.v_proj(x), state, taps)
         y = self.o_proj(F.silu(self.g_proj(x)) * y)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import ShapeError, ValueRangeError, message
 from ..ops import hash_slots, product_key_topk, sparse_delta_rule, sparse_delta_rule_
+from .checks import check_tensor, check_vectors
 from .gates import (
     DECAY_INITS,
     KEY_INITS,
@@ -239,12 +240,19 @@ class SparseDeltaMemory(nn.Module):
             Whether to hand the state back, which costs a copy of the table [B, H, N, D]. None: if a state was
             passed or the module is in eval mode; so a training step makes no copy.
         inplace : bool
-            Update the passed state's memory in place instead of copying it; no gradients. For decoding.
+            Update the passed state's memory in place instead of copying it; no gradients. For decoding. A new
+            ``MixerState()`` has no memory yet: it is made.
+
+        Raises
+        ------
+        ShapeError, DtypeError, DeviceError
+            Where `x`, `ids` or the parts of `state` do not fit the layer.
+        ValueRangeError
+            `inplace` without a state.
         """
-        if x.ndim != 3 or x.shape[-1] != self.dim:
-            raise ShapeError(message(_NAME, "x", f"[B, T, {self.dim}]", str(list(x.shape)), "pass a batch of vectors"))
+        check_vectors(_NAME, x, self.dim, self.Wq_read.weight)
         memory_shape = tuple(self.initial_memory().shape)
-        hand_back = wants_state(self, x, state, return_state, memory_shape)
+        hand_back = wants_state(self, x, state, return_state, inplace, memory=memory_shape, taps=self.convs)
         state = MixerState() if state is None else state
         taps: dict[str, Tensor] = {}
         write_ids, read_ids = self._ids(x, ids, state.position)
@@ -272,8 +280,13 @@ class SparseDeltaMemory(nn.Module):
             return None, None
         if ids is None:
             ids = torch.arange(position, position + x.shape[1], device=x.device).expand(x.shape[:2])
-        write_ids, read_ids = ids if isinstance(ids, tuple) else (ids, ids)
-        for one in (write_ids, read_ids):
+        pair = ids if isinstance(ids, tuple) else (ids, ids)
+        if len(pair) != 2:
+            got = f"a tuple of {len(pair)}"
+            raise ShapeError(message(_NAME, "ids", "ids [B, T], or (write ids, read ids)", got, "pass one or two"))
+        write_ids, read_ids = pair
+        for one in pair:
+            check_tensor(_NAME, "ids", one)
             if one.shape != x.shape[:2]:
                 expected = f"[B, T] = {list(x.shape[:2])}"
                 raise ShapeError(message(_NAME, "ids", expected, str(list(one.shape)), "pass an id per token"))

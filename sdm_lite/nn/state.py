@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
-from ..errors import DtypeError, ShapeError, message
+from ..errors import DeviceError, DtypeError, ShapeError, ValueRangeError, message
 
 
 @dataclass
@@ -36,6 +37,12 @@ class MixerState:
         """Return the state of a recurrent layer `tokens` later; the taps are copied, as they are views of a batch."""
         return MixerState(self.position + tokens, memory, {name: last.clone() for name, last in taps.items()})
 
+    def parts(self) -> dict[str, Tensor]:
+        """Return the tensors that are there, by name."""
+        named = {"memory": self.memory, "keys": self.keys, "values": self.values}
+        named |= {f"taps[{name!r}]": last for name, last in self.taps.items()}
+        return {name: part for name, part in named.items() if part is not None}
+
     def map(self, f: Callable[[Tensor], Tensor]) -> MixerState:
         """Return a new state with `f` applied to every tensor, for instance ``torch.Tensor.detach`` or ``clone``."""
 
@@ -46,23 +53,58 @@ class MixerState:
         return MixerState(self.position, maybe(self.memory), taps, maybe(self.keys), maybe(self.values))
 
 
+# so that torch.load(..., weights_only=True) takes a state that torch.save wrote
+torch.serialization.add_safe_globals([MixerState])
+
+
 def wants_state(
-    module: nn.Module, x: Tensor, state: object | None, return_state: bool | None, memory: tuple[int, ...] = ()
+    module: nn.Module,
+    x: Tensor,
+    state: object | None,
+    return_state: bool | None,
+    inplace: bool,
+    *,
+    memory: tuple[int, ...] | None = None,
+    cache: tuple[int, int] | None = None,
+    taps: nn.ModuleDict | None = None,
 ) -> bool:
     """Return whether a call hands its state back: as asked; else if one was passed, or outside training.
 
-    A state of another kind, batch or memory (`memory`: its shape without the batch) raises.
+    A state that is none of this layer's raises: `memory` is the shape of the layer's memory without the batch,
+    `cache` its heads of keys and values and their width, `taps` its convolutions; None where it has no such part.
     """
-    if state is not None and not isinstance(state, MixerState):
-        name, fix = type(module).__name__, "pass what the previous call returned, or None"
-        raise DtypeError(message(name, "state", "a MixerState", type(state).__name__, fix))
-    if isinstance(state, MixerState):
-        name, fix = type(module).__name__, "pass the state of these sequences in this layer, or None"
-        for part in (state.memory, state.keys, *state.taps.values()):
-            if part is not None and part.shape[0] != x.shape[0]:
-                got = f"one of {part.shape[0]}"
-                raise ShapeError(message(name, "state", f"a state of {x.shape[0]} sequences, as x has", got, fix))
-        if memory and state.memory is not None and tuple(state.memory.shape[1:]) != memory:
-            got = str(list(state.memory.shape))
-            raise ShapeError(message(name, "state", f"a memory [B, {', '.join(map(str, memory))}]", got, fix))
-    return (state is not None or not module.training) if return_state is None else return_state
+    op, fix = type(module).__name__, "pass the state of these sequences in this layer, or None"
+    if state is None:
+        if inplace:
+            expected = "a state to update in place"
+            raise ValueRangeError(message(op, "inplace", expected, "state=None", "pass a MixerState, or inplace=False"))
+        return not module.training if return_state is None else return_state
+    if not isinstance(state, MixerState):
+        kind, call = type(state).__name__, "pass what the previous call returned, or None"
+        raise DtypeError(message(op, "state", "a MixerState", kind, call))
+    shapes: dict[str, tuple[int | None, ...]] = {}
+    if memory is not None:
+        shapes["memory"] = memory
+    if cache is not None:
+        shapes["keys"] = shapes["values"] = (cache[0], None, cache[1])
+    for name, conv in (taps or {}).items():
+        channels, _, width = conv.weight.shape
+        shapes[f"taps[{name!r}]"] = (width - 1, channels)
+    for name, part in state.parts().items():
+        if name not in shapes:
+            expected = f"a state with {', '.join(shapes) or 'nothing'} only, as this layer makes"
+            raise ShapeError(message(op, "state", expected, f"one with {name}", fix))
+        got = tuple(part.shape)
+        if got[0] != x.shape[0]:
+            expected = f"a state of {x.shape[0]} sequences, as x has"
+            raise ShapeError(message(op, "state", expected, f"one of {got[0]}", fix))
+        want = (x.shape[0], *shapes[name])
+        if len(got) != len(want) or any(size is not None and size != have for size, have in zip(want, got)):
+            expected = f"{name} {['any' if size is None else size for size in want]}"
+            raise ShapeError(message(op, "state", expected, str(list(got)), fix))
+        if part.device != x.device:
+            got_on = f"{name} on {part.device}"
+            raise DeviceError(
+                message(op, "state", f"a state on the device of x, {x.device}", got_on, "move one of them")
+            )
+    return True if return_state is None else return_state
