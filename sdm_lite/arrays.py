@@ -81,6 +81,16 @@ def to_numpy(op: str, name: str, x: Any) -> np.ndarray:
     return x
 
 
+def numbers_of(x: Any) -> np.ndarray | None:
+    """Return the numbers of a small array of any kind, or None where only its shape is known (a traced graph)."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(x, torch.Tensor):
+        return np.asarray(x)
+    if x.is_meta or torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor):
+        return None
+    return np.array(x.tolist())
+
+
 def check_on_cpu(op: str, name: str, x: Any) -> None:
     """Raise DeviceError where a DLPack array lies on another device: nothing is copied in silence."""
     device, number = x.__dlpack_device__()

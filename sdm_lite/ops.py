@@ -328,6 +328,10 @@ def _state_name(op: str) -> str:
 def _opened(op: str, given: tuple) -> tuple[str, _Call, Any, Any]:
     """Return a sparse delta call's kind, its seven arrays, state and cu_seqlens; foreign ones as NumPy views."""
     named = dict(zip((*DeltaInputs._fields[:7], _state_name(op), "cu_seqlens"), given))
+    if given[7] is None:
+        letters = "[S, H, N, D]" if given[8] is not None else "[B, H, N, D]"
+        fix = f"pass zeros of shape {letters}: they say how many slots N there are"
+        raise DtypeError(message(op, _state_name(op), "an array", "None", fix))
     kind = arrays.common_kind(op, {name: x for name, x in named.items() if name != "cu_seqlens" or x is not None})
     if kind == "dlpack":
         named = {name: x if x is None else arrays.to_numpy(op, name, x) for name, x in named.items()}

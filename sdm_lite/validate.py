@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import FLOATS, INTEGERS, dtype_name
+from .arrays import FLOATS, INTEGERS, dtype_name, numbers_of
 from .errors import DtypeError, ShapeError, SlotError, ValueRangeError, message
 from .rooms import DeltaInputs, DeltaOptions
 
@@ -124,6 +124,9 @@ def check_delta(
             got = f"B = {batch}, cu_seqlens of {cu_seqlens.shape[0]}"
             raise ShapeError(message(op, "cu_seqlens", "B = 1 and at least two entries", got, "pack along T"))
         sequences = cu_seqlens.shape[0] - 1
+        entries = numbers_of(cu_seqlens) if state.shape[:1] != (sequences,) else None
+        if entries is not None:  # cu_seqlens may be at fault, not the state whose size it gives
+            check_cu_seqlens(op, entries, tokens)
     if len(state.shape) == 3 and not in_place:  # one initial memory, shared by the sequences
         check_shape(op, "initial_state", state, (heads, None, width), "[H, N, D]", fix)
     else:

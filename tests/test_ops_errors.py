@@ -4,71 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 
-import cases
 import numpy as np
 import pytest
 from foreign import ForeignArray
+from refusals import ARGUMENTS, FLOAT_ARGUMENTS, KINDS, OPS, call_of, put, refuse, refuse_delta
 
 import sdm_lite
-from sdm_lite import BackendError, DeviceError, DtypeError, SdmError, ShapeError, SlotError, ValueRangeError
+from sdm_lite import BackendError, DeviceError, DtypeError, ShapeError, SlotError, ValueRangeError
 
 torch = pytest.importorskip("torch")
-
-OPS = {"functional": "sparse_delta_rule", "in_place": "sparse_delta_rule_"}
-ARGUMENTS = ("values", "write_slots", "write_weights", "log_decay", "beta", "read_slots", "read_weights", "state")
-KINDS = {"numpy": lambda x: x, "torch": torch.from_numpy, "foreign": ForeignArray}
-#: every size differs, so that no mistake can pass for another axis
-SIZES = cases.DeltaFields("errors", B=2, T=4, H=3, N=17, D=7, W=6, R=5)
-
-
-def call_of(**changes) -> dict:
-    """Return the call's arrays by name, in int64 and float32, some of them changed by a function."""
-    named = dict(zip(ARGUMENTS, cases.make_case(SIZES, dtype=np.float32).arguments()))
-    named["write_slots"], named["read_slots"] = (named[n].astype(np.int64) for n in ("write_slots", "read_slots"))
-    for name, change in changes.items():
-        named[name] = change(named[name].copy())
-    return named
-
-
-def refuse(function, op: str, argument: str, error: type, *words: str) -> str:
-    """Call; assert the error's class, its form, the argument it names, and the words in it; return its text."""
-    with pytest.raises(error) as caught:
-        function()
-    text = str(caught.value)
-    assert isinstance(caught.value, SdmError)
-    assert re.fullmatch(rf"{op}: {argument}: expected .+, got .+\. Fix: .+\.", text, re.DOTALL), text
-    for word in words:
-        assert word in text, text
-    return text
-
-
-def refuse_delta(form: str, named: dict, argument: str, error: type, *words: str, **options) -> str:
-    """As `refuse`, for one form of the delta rule; no byte of any argument may change."""
-    arrays = [x for x in named.values() if isinstance(x, (np.ndarray, torch.Tensor)) and not getattr(x, "is_meta", 0)]
-    bits = [_bytes(x) for x in arrays]
-    if argument == "state" and form == "functional":
-        argument = "(initial_)?state"
-    function = getattr(sdm_lite, OPS[form])
-    text = refuse(lambda: function(*named.values(), **options), OPS[form], argument, error, *words)
-    assert [_bytes(x) for x in arrays] == bits
-    return text
-
-
-def _bytes(x) -> bytes:
-    if isinstance(x, torch.Tensor):
-        return x.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if x.numel() else b""
-    return x.tobytes()
-
-
-def put(at, value):
-    def change(x):
-        x[at] = value
-        return x
-
-    return change
-
 
 # ---- ranks and sizes ----------------------------------------------------------------------------------------------
 
@@ -204,6 +149,23 @@ def test_wrong_cu_seqlens(name, kind, form, check):
 
 
 @pytest.mark.parametrize("form", OPS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("entries", [[0, 3, 2, 4], [0, 2, 3], [1, 2, 4]])
+def test_wrong_cu_seqlens_come_before_the_state_whose_size_they_give(entries, kind, form):
+    named = {key: KINDS[kind](x[:1]) for key, x in call_of().items()}  # a state of one sequence
+    refuse_delta(form, named, "cu_seqlens", ValueRangeError, str(entries), cu_seqlens=KINDS[kind](np.array(entries)))
+
+
+@pytest.mark.parametrize("form", OPS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_state_says_what_to_pass(kind, form):
+    named = {key: KINDS[kind](x) for key, x in call_of().items()} | {"state": None}
+    refuse_delta(form, named, "state", DtypeError, "None", "zeros of shape [B, H, N, D]")
+    packed = {"cu_seqlens": np.array([0, 4])}
+    refuse_delta(form, named, "state", DtypeError, "zeros of shape [S, H, N, D]", **packed)
+
+
+@pytest.mark.parametrize("form", OPS)
 def test_cu_seqlens_that_do_not_fit_the_call(form):
     refuse_delta(form, call_of(), "cu_seqlens", ShapeError, "B = 1", "B = 2", cu_seqlens=np.array([0, 2, 4]))
     one = {key: x[:1] for key, x in call_of().items()}
@@ -214,8 +176,6 @@ def test_cu_seqlens_that_do_not_fit_the_call(form):
 
 
 # ---- dtypes -------------------------------------------------------------------------------------------------------
-
-FLOAT_ARGUMENTS = ("values", "write_weights", "log_decay", "beta", "read_weights", "state")
 
 
 @pytest.mark.parametrize("form", OPS)
@@ -355,141 +315,3 @@ def test_unknown_backends_of_the_addressing(kind, backend):
     topk, hashed = (functools.partial(f, backend=backend) for f in (sdm_lite.product_key_topk, sdm_lite.hash_slots))
     refuse(lambda: topk(scores, 2), "product_key_topk", "backend", BackendError)
     refuse(lambda: hashed(ids, 4, 2), "hash_slots", "backend", BackendError)
-
-
-# ---- the state of the in-place form -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_states_that_cannot_be_written_on(backend):
-    named = call_of()
-    named["state"].flags.writeable = False
-    refuse_delta("in_place", named, "state", ValueRangeError, "read-only", backend=backend)
-    named = {key: ForeignArray(x) for key, x in named.items()}
-    refuse_delta("in_place", named, "state", ValueRangeError, "read-only", backend=backend)
-
-    one = np.zeros((3, 17, 7), np.float32)
-    sequences = np.lib.stride_tricks.as_strided(one, (2, 3, 17, 7), (0, *one.strides))
-    line = np.zeros(2 * 3 * 17 * 7, np.float32)
-    sliding = np.lib.stride_tricks.as_strided(line, (2, 3, 17, 7), (4 * 3 * 17 * 6, 4 * 17 * 6, 4 * 6, 4))
-    for state in (sequences, sliding):
-        assert state.flags.writeable
-        refuse_delta("in_place", call_of() | {"state": state}, "state", ValueRangeError, "overlap", backend=backend)
-        tensors = {key: torch.from_numpy(x) for key, x in call_of().items()}
-        base = torch.from_numpy(one if state is sequences else line)
-        tensors["state"] = base.as_strided(state.shape, [n // 4 for n in state.strides])
-        refuse_delta("in_place", tensors, "state", ValueRangeError, "overlap", backend=backend)
-
-
-@pytest.mark.parametrize("argument", FLOAT_ARGUMENTS)
-def test_the_in_place_form_has_no_gradient(argument):
-    named = {key: torch.from_numpy(x) for key, x in call_of().items()}
-    named[argument].requires_grad_()
-    refuse_delta("in_place", named, argument, ValueRangeError, "gradient")
-    with torch.no_grad():
-        if argument == "state":
-            refuse_delta("in_place", named, argument, ValueRangeError, "gradient")
-        else:
-            sdm_lite.sparse_delta_rule_(*named.values())
-
-
-def test_the_in_place_form_takes_no_tape_tensor():
-    from sdm_lite.autograd import Tensor
-
-    named = call_of()
-    named["values"] = Tensor(named["values"])
-    refuse_delta("in_place", named, "state", DtypeError, "tape")
-
-
-@pytest.mark.parametrize("wrong", ["0", "-1", "two", "1.5"])
-def test_a_wrong_thread_count(wrong, monkeypatch):
-    """Calls large enough for threads; smaller ones never look."""
-    case = cases.make_case(SIZES, dtype=np.float32, T=50, D=200)
-    state = case.state.tobytes()
-    monkeypatch.setenv("SDM_LITE_NUM_THREADS", wrong)
-    for op in OPS.values():
-        with pytest.raises(ValueRangeError, match=f"SDM_LITE_NUM_THREADS: expected .*, got '{wrong}'"):
-            getattr(sdm_lite, op)(*case.arguments())
-    assert case.state.tobytes() == state
-    with pytest.raises(ValueRangeError, match="SDM_LITE_NUM_THREADS"):
-        sdm_lite.product_key_topk(np.zeros((500, 8), np.float32), 4)
-
-
-# ---- addressing ---------------------------------------------------------------------------------------------------
-
-SCORES = np.zeros((2, 8), np.float32)
-TOPK = [
-    ("k", dict(k=17), ValueRangeError, "1 to 16 slots"),
-    ("k", dict(k=0), ValueRangeError, "got 0"),
-    ("k", dict(k=-1), ValueRangeError, "got -1"),
-    ("k", dict(k=2.0), DtypeError, "float"),
-    ("k", dict(k=True), DtypeError, "bool"),
-    ("k", dict(k=np.bool_(True)), DtypeError, "bool"),
-    ("k", dict(k="2"), DtypeError, "str"),
-    ("k", dict(k=None), DtypeError, "None"),
-    ("k", dict(k=np.ones(1, np.int64)), DtypeError, "ndarray"),
-    ("factors", dict(k=1, factors=(4, 5)), ShapeError, "add up to 8"),
-    ("factors", dict(k=1, factors=(9, -1)), ShapeError, "positive"),
-    ("factors", dict(k=1, factors=(8, 0)), ShapeError, "positive"),
-    ("factors", dict(k=1, factors=()), ShapeError, "positive"),
-    ("factors", dict(k=1, factors=(4.5, 3.5)), DtypeError, "4.5"),
-    ("factors", dict(k=1, factors=(True, 7)), DtypeError, "bool"),
-    ("factors", dict(k=1, factors="44"), DtypeError, "str"),
-    ("factors", dict(k=1, factors=2.0), DtypeError, "float"),
-    ("factors", dict(k=1, factors=True), DtypeError, "bool"),
-    ("scores", dict(k=1, factors=3), ShapeError, "3 equal factors"),
-    ("scores", dict(k=1, factors=0), ShapeError, "0 equal factors"),
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("argument, call, error, word", TOPK, ids=str)
-def test_wrong_selections(argument, call, error, word, kind):
-    scores = KINDS[kind](SCORES)
-    refuse(lambda: sdm_lite.product_key_topk(scores, **call), "product_key_topk", argument, error, word)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_scores_that_no_selection_is_made_of(kind):
-    def refuse_scores(scores, error, word, argument="scores", **options):
-        ours = KINDS[kind](scores)
-        refuse(lambda: sdm_lite.product_key_topk(ours, 1, **options), "product_key_topk", argument, error, word)
-
-    refuse_scores(np.zeros((), np.float32), ShapeError, "[]")
-    refuse_scores(np.zeros((2, 0), np.float32), ShapeError, "got 0")
-    refuse_scores(np.zeros((2, 7), np.float32), ShapeError, "got 7")
-    refuse_scores(np.zeros((0, 2 * 46341), np.float32), ValueRangeError, "2^31", argument="factors")
-    refuse_scores(np.zeros((0, 200), np.float32), ValueRangeError, "2^31", argument="factors", factors=8)
-    for dtype in ("int32", "bool", "complex64"):
-        refuse_scores(SCORES.astype(dtype), DtypeError, dtype)
-    for thing, word in (([[1.0, 2.0]], "list"), (None, "None"), (np.ma.masked_array(SCORES), "mask")):
-        call = functools.partial(sdm_lite.product_key_topk, thing, 1)
-        refuse(call, "product_key_topk", "scores", DtypeError, word)
-
-
-HASH = [
-    ("k", dict(k=9), ValueRangeError, "1 to 8 slots"),
-    ("k", dict(k=0), ValueRangeError, "got 0"),
-    ("k", dict(k=1.0), DtypeError, "float"),
-    ("k", dict(k=True), DtypeError, "bool"),
-    ("num_slots", dict(num_slots=0), ValueRangeError, "got 0"),
-    ("num_slots", dict(num_slots=2**31), ValueRangeError, "2147483648"),
-    ("num_slots", dict(num_slots=8.5), DtypeError, "float"),
-    ("num_slots", dict(num_slots="8"), DtypeError, "str"),
-    ("num_slots", dict(num_slots=True, k=1), DtypeError, "bool"),
-    ("seed", dict(seed=1.5), DtypeError, "float"),
-    ("seed", dict(seed=None), DtypeError, "None"),
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("argument, change, error, word", HASH, ids=str)
-def test_wrong_hashes(argument, change, error, word, kind):
-    ids, call = KINDS[kind](np.arange(3)), dict(num_slots=8, k=2) | change
-    refuse(lambda: sdm_lite.hash_slots(ids, **call), "hash_slots", argument, error, word)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bool", "uint64", "object", ">i8"])
-def test_ids_that_are_no_whole_numbers(dtype):
-    ids = np.arange(3).astype(dtype)
-    refuse(lambda: sdm_lite.hash_slots(ids, 8, 2), "hash_slots", "ids", DtypeError, dtype)

@@ -1,7 +1,8 @@
 """Addressing on the CPU: the doors of the product-key selection, its backward, and the hash control.
 
 Rows are independent: threads take ranges of them, and every row is computed alike in any range. The
-selection's kernels are in `select.py`. Same results, bit for bit, as `sdm_lite/reference/addressing.py`.
+selection's kernels are in `select.py`. Definitions, shapes and dtypes are those of
+`sdm_lite/reference/addressing.py`, and so are the results, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,32 +25,7 @@ _WORD = 0xFFFFFFFFFFFFFFFF
 
 
 def product_key_topk_forward(scores: np.ndarray, widths: Sequence[int], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the k slots with the greatest sums of one score per factor, ascending, and their sums.
-
-    slot(c_0, .., c_{F-1}) = (..(c_0 n_1 + c_1) n_2 + ..) n_{F-1} + c_{F-1},  sum = s_0[c_0] + .. + s_{F-1}[c_{F-1}]
-
-    Parameters
-    ----------
-    scores : array [n, sum(widths)], float32 or float64
-        The factors' scores side by side.
-    widths : sequence of int
-        Columns of each factor; their product is the number of slots, at most 2^31 - 1.
-    k : int
-        Slots to select, at most the number of slots.
-
-    Returns
-    -------
-    values : array [n, k], dtype of `scores`
-        The sums; NaN never, -inf instead.
-    slots : array [n, k], int32
-        Distinct, ascending.
-
-    Examples
-    --------
-    >>> scores = np.array([[1, 1, 0, 0, 0, -1]], dtype=np.float32)
-    >>> product_key_topk_forward(scores, (3, 3), 3)
-    (array([[1., 1., 1.]], dtype=float32), array([[0, 1, 3]], dtype=int32))
-    """
+    """Return the k slots with the greatest sums of one score per factor, ascending, and their sums."""
     scores = np.ascontiguousarray(scores)
     values, slots = np.empty((len(scores), k), scores.dtype), np.empty((len(scores), k), np.int32)
     width_array, pairs, starts = _stages(tuple(widths), k)
@@ -68,28 +44,7 @@ def product_key_topk_forward(scores: np.ndarray, widths: Sequence[int], k: int) 
 
 
 def product_key_topk_backward(dvalues: np.ndarray, slots: np.ndarray, widths: Sequence[int]) -> np.ndarray:
-    """Return the gradient of the scores: each selected sum's gradient goes to one column of each factor.
-
-    dscores[c_f(slot_i)] += dvalues_i for every factor f, in ascending order of i.
-
-    Parameters
-    ----------
-    dvalues : array [n, k], float32 or float64
-        Gradient of the selected sums.
-    slots : array [n, k], int32
-        The selected slots, as `product_key_topk_forward` returned them.
-    widths : sequence of int
-        Columns of each factor.
-
-    Returns
-    -------
-    array [n, sum(widths)], dtype of `dvalues`
-
-    Examples
-    --------
-    >>> product_key_topk_backward(np.array([[1.0, 2.0]]), np.array([[0, 1]], dtype=np.int32), (3, 3))
-    array([[3., 0., 0., 1., 2., 0.]])
-    """
+    """Return the gradient of the scores: each selected sum's gradient goes to one column of each factor."""
     dvalues, slots = np.ascontiguousarray(dvalues), np.ascontiguousarray(slots)
     dscores = np.zeros((len(slots), sum(widths)), dvalues.dtype)
     width_array = np.array(widths, np.int64)
@@ -98,32 +53,7 @@ def product_key_topk_backward(dvalues: np.ndarray, slots: np.ndarray, widths: Se
 
 
 def hash_slots_forward(ids: np.ndarray, num_slots: int, k: int, seed: int) -> np.ndarray:
-    """Return k distinct slots per id, drawn from a hash of (id, seed): the control that ignores content.
-
-    The hash is defined in `sdm_lite/reference/addressing.py`: Floyd's sampling with splitmix64.
-
-    Parameters
-    ----------
-    ids : array [n], int64
-        Token ids or positions; any integers.
-    num_slots : int
-        Number of slots.
-    k : int
-        Slots per id, at most `num_slots`.
-    seed : int
-        Any integer; taken modulo 2^64.
-
-    Returns
-    -------
-    array [n, k], int32
-        Distinct, ascending.
-
-    Examples
-    --------
-    >>> hash_slots_forward(np.array([7, -7]), 100, 4, seed=0)
-    array([[ 0, 55, 86, 87],
-           [10, 42, 72, 97]], dtype=int32)
-    """
+    """Return k distinct slots per id, drawn from a hash of (id, seed): the control that ignores content."""
     words = np.ascontiguousarray(ids, np.int64).view(np.uint64)
     slots = np.empty((len(words), k), np.int32)
     salt = np.uint64((int(seed) + _GOLDEN) & _WORD)

@@ -72,11 +72,7 @@ def sparse_delta_backward(
     rows, row_start, row_slots, write_places, read_places, error, log, log_place = saved
     lanes = _lanes(inputs, state_shape is not None and len(state_shape) == 3)
     compact = plan.Compact(write_places, read_places, row_start, row_slots)
-    table = memory.empty(rows.shape, rows.dtype)
-    if dfinal is None:
-        grad = memory.empty(rows.shape, rows.dtype)
-    else:
-        grad = tables.gather(dfinal, compact, lanes.of_own_state(), "float32")
+    table, grad = memory.empty(rows.shape, rows.dtype), _first_gradient(rows, dfinal, compact, lanes)
     inputs = inputs._replace(write_slots=write_places, read_slots=read_places)
     x = _tokens(inputs)
     storage = _storage(options)
@@ -87,14 +83,9 @@ def sparse_delta_backward(
     tile_columns, work = _tiles(inputs, lanes, storage)
     group_columns = forward.group_width(width)
     parts = 1 if tile_columns >= width else -(-width // group_columns)
-    sums = (inputs.write_weights.shape[-1], inputs.log_decay.shape[-1], 1, inputs.read_weights.shape[-1])
-    partials = backward.Partials(*(memory.empty((parts, len(x.beta), n), table.dtype) for n in sums))
+    partials = _partials(inputs, parts, table.dtype)
     dvalues = memory.empty(inputs.values.shape, inputs.values.dtype)
-    if not width:
-        for partial in partials:
-            partial[:] = 0
     flat_dreadings, flat_dvalues, per_slot = _flat(dreadings), _flat(dvalues), _PER_SLOT[options.rule]
-
     fresh = np.ones((max(1, -(-width // tile_columns)), len(rows)), np.bool_)
 
     def job(lo: int, hi: int) -> None:
@@ -104,6 +95,33 @@ def sparse_delta_backward(
         )  # fmt: skip
 
     pool.run(_jobs(lanes, width, tile_columns), job, work)
+    dstate = None if state_shape is None else tables.state_gradient(grad, dfinal, compact, lanes, state_shape)
+    return _gradients(inputs, dvalues, partials, dstate)
+
+
+def _first_gradient(
+    rows: np.ndarray, dfinal: np.ndarray | None, compact: plan.Compact, lanes: plan.Lanes
+) -> np.ndarray:
+    """Return the table of the rows' gradients as it stands behind the last token; not filled where it is zero."""
+    if dfinal is None:
+        return memory.empty(rows.shape, rows.dtype)
+    return tables.gather(dfinal, compact, lanes.of_own_state(), "float32")
+
+
+def _partials(inputs: DeltaInputs, parts: int, dtype: np.dtype) -> backward.Partials:
+    """Return room for the sums over the columns that each of `parts` tiles sees: dk, dlog_decay, dbeta, dq."""
+    sizes = (inputs.write_weights.shape[-1], inputs.log_decay.shape[-1], 1, inputs.read_weights.shape[-1])
+    partials = backward.Partials(*(memory.empty((parts, inputs.beta.size, n), dtype) for n in sizes))
+    if not inputs.values.shape[-1]:  # no tile comes by to fill them
+        for partial in partials:
+            partial[:] = 0
+    return partials
+
+
+def _gradients(
+    inputs: DeltaInputs, dvalues: np.ndarray, partials: backward.Partials, dstate: np.ndarray | None
+) -> DeltaGradients:
+    """Return the gradients in the shapes of their inputs, summed over the tiles in a fixed order."""
     dk, ddecay, dbeta, dq = (tables.sum_parts(partial) for partial in partials)
     return DeltaGradients(
         dvalues,
@@ -111,7 +129,7 @@ def sparse_delta_backward(
         ddecay.reshape(inputs.log_decay.shape),
         dbeta.reshape(inputs.beta.shape),
         dq.reshape(inputs.read_weights.shape),
-        None if state_shape is None else tables.state_gradient(grad, dfinal, compact, lanes, state_shape),
+        dstate,
     )
 
 

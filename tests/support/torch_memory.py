@@ -89,3 +89,12 @@ def same_bits(got, want) -> bool:
 
 def _raw(x: torch.Tensor):
     return x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def upstream(case, dtype=torch.float32, state_dtype=None):
+    """The case's gradients of readings and final state."""
+    return torch.tensor(case.dreadings).to(dtype), torch.tensor(case.dfinal).to(state_dtype or dtype)
+
+
+def leaves_of(named):
+    return [named[name] for name in FLOATS]
