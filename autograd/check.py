@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import SdmError, message
+from ..errors import DtypeError, SdmError, message
 from . import arithmetic
 from .tape import Tensor, no_grad
 
@@ -54,10 +54,19 @@ def check_grads(
     ------
     GradientError
         A gradient is wrong, is not finite, or the differences are too rough to tell at this tolerance.
+    DtypeError
+        `f` cannot be called, or `inputs` is one array instead of a list.
 
     >>> from sdm_lite.autograd import sigmoid
     >>> check_grads(sigmoid, [np.linspace(-3, 3, 5)])
     """
+    if not callable(f):
+        raise DtypeError(
+            message("check_grads", "f", "a function of tensors", type(f).__name__, "pass the function first")
+        )
+    if not isinstance(inputs, (list, tuple)):
+        fix = "pass [x], one entry for each argument of f"
+        raise DtypeError(message("check_grads", "inputs", "a list of arrays", type(inputs).__name__, fix))
     arrays = [np.asarray(x.data if isinstance(x, Tensor) else x) for x in inputs]
     arrays = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in arrays]
     rng = np.random.default_rng(seed)

@@ -311,6 +311,14 @@ class Tensor:
         xp = _module_of(self.data)
         return xp.array(self.data, dtype=dtype) if copy else xp.asarray(self.data, dtype=dtype)
 
+    def __format__(self, spec: str) -> str:
+        if not spec:
+            return str(self)
+        if self.data.size != 1:
+            fix = "format tensor.data, or its entries"
+            raise ShapeError(message("format", "tensor", f"one number for {spec!r}", f"shape {self.shape}", fix))
+        return format(self.item(), spec)
+
     def __repr__(self) -> str:
         return f"Tensor({self.data!r}, requires_grad={self.requires_grad})"
 

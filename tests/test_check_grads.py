@@ -7,8 +7,8 @@ import pytest
 from primitives import IDS, PRIMITIVES, normal
 
 from sdm_lite import autograd as ag
-from sdm_lite.autograd import Function, GradientError, check_grads
-from sdm_lite.errors import SdmError
+from sdm_lite.autograd import Function, GradientError, Tensor, check_grads
+from sdm_lite.errors import DtypeError, SdmError
 
 
 def wrong_in(position, factor):
@@ -93,3 +93,14 @@ def test_the_cost_of_the_checker_does_not_grow_with_the_size():
     calls = []
     check_grads(lambda x: calls.append(1) or ag.exp(x), [normal(1000)])
     assert len(calls) == 11
+
+
+@pytest.mark.parametrize("inputs", [np.ones(3), Tensor(np.ones(3)), 1.0, None, (x for x in [np.ones(3)])])
+def test_one_array_in_the_place_of_a_list_is_named(inputs):
+    with pytest.raises(DtypeError, match=r"check_grads: inputs: expected a list.*Fix: pass \[x\]"):
+        check_grads(ag.exp, inputs)
+
+
+def test_arguments_in_the_other_order_are_named():
+    with pytest.raises(DtypeError, match="check_grads: f: expected a function"):
+        check_grads([np.ones(3)], ag.exp)

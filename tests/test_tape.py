@@ -306,6 +306,13 @@ def test_mistakes_raise(mistake, error):
         mistake()
 
 
+def test_tensors_in_format_strings():
+    one = Tensor([[1.25]], requires_grad=True)
+    assert f"{one:.1f} {one.sum():>8.3f}" == "1.2    1.250" and f"{one}" == str(one)
+    with pytest.raises(ShapeError, match=r"format: tensor: .*shape \(2,\)"):
+        f"{Tensor([1.0, 2.0]):.1f}"
+
+
 def test_constants_convert_to_numpy():
     assert np.asarray(Tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
     assert float(Tensor(2.0)) == 2.0 and bool(Tensor([1])) and len(Tensor([1, 2])) == 2
