@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..nn import HybridLM
 from .data import Corpus
 from .mqar import recall_batch, training_batch
 from .settings import Settings
@@ -75,23 +76,25 @@ class RecallTask:
         ids, targets = training_batch(sizes, s.tokens, s.max_rows, s.keys, s.values, s.seed, step)
         return torch.from_numpy(ids), torch.from_numpy(targets)
 
-    def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    def loss(self, model: HybridLM, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
         """Return the mean loss in nats per query, and the tokens read."""
         ids, targets = batch
         logits = self._answers(model, ids, targets.shape[1])
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten() - self.settings.keys), ids.numel()
 
-    def _answers(self, model: nn.Module, ids: torch.Tensor, queries: int) -> torch.Tensor:
+    def _answers(self, model: HybridLM, ids: torch.Tensor, queries: int) -> torch.Tensor:
         """Return logits [rows, queries, values], divided by sqrt(dim).
 
-        An answer is always a value, so keys do not compete. Without the division the tied embeddings, of
-        standard deviation 0.5, give logits of 5.7 at the start: unlearning those took longer than the
-        whole run, and no mixer began to recall within 300 steps.
+        An answer is always a value, so keys do not compete, and the head is computed at the queries and for the
+        values alone. Without the division the tied embeddings, of standard deviation 0.5, give logits of 5.7 at
+        the start: unlearning those took longer than the whole run, and no mixer began to recall within 300 steps.
         """
-        return model(ids)[:, -queries:, self.settings.keys :] * self.settings.dim**-0.5
+        features = model.features(ids)[0][:, -queries:]
+        head = model.embedding if model.head is None else model.head
+        return F.linear(features, head.weight[self.settings.keys :]) * self.settings.dim**-0.5
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, note: Callable[[str], None]) -> dict[str, Any]:
+    def evaluate(self, model: HybridLM, note: Callable[[str], None]) -> dict[str, Any]:
         """Return the share of queries answered right for each number of pairs."""
         model.eval()
         s = self.settings
