@@ -35,6 +35,22 @@ def test_doctor_reports_a_fault_and_goes_on(fault, monkeypatch, capsys):
     assert "WRONG first: " in printed and "ok    second: fine" in printed and "1 of 2 checks failed" in printed
 
 
+def test_compiling_is_told_apart_from_the_check(monkeypatch, capsys):
+    from numba import njit
+
+    def check(compiles):
+        @njit
+        def double(x):
+            return 2 * x
+
+        return (double(2) if compiles else 4) == 4, "fine"
+
+    monkeypatch.setattr(doctor, "CHECKS", {"cold": lambda: check(True), "warm": lambda: check(False)})
+    assert run("doctor") == 0
+    cold, warm = (line for line in capsys.readouterr().out.splitlines() if line.startswith("ok"))
+    assert "s of them compiling)" in cold and "compiling" not in warm
+
+
 def test_doctor_notices_a_cpu_room_that_is_off_by_little(monkeypatch):
     from sdm_lite import cpu
 

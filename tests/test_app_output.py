@@ -157,3 +157,25 @@ def test_pictures_are_drawn(tmp_path):
         assert picture.shape[0] > 400 and picture.shape[1] > 600
         assert picture[..., :3].std() > 0.01  # not blank
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_text_tables_keep_two_sets_of_bytes_apart_and_every_range(capsys):
+    rows = [{"from": 64 * i, "to": 64 * (i + 1), "bits_per_byte": 2 + i / 8} for i in range(8)]
+    one = {"steps": 3, "seconds": {"training": 1.0}, "settings": {"length": 64}, "bits_per_byte": 2.5}
+    one |= {"long_files": 4, "by_position": rows}
+    tables.show_text(Console(width=80), {"sdm": one, "gdn": one, "conv": one, "swa": one, "full": one})
+    printed = capsys.readouterr().out
+    windows, files = printed.split("Bits per byte by position, 4 long held-out files")
+    assert "Held-out bytes, windows of 64" in windows and windows.count("2.500") == 5
+    assert all(f"{row['from']} to {row['to']}" in files for row in rows)
+    assert files.count("2.875") == 5 and "\u2026" not in printed  # nothing is cut at 80 columns
+
+
+def test_what_is_equal_is_said():
+    def note(flops, steps):
+        accounts = {name: {"flops_per_token": count} for name, count in zip("ab", flops)}
+        return tables.equal_note(accounts, dict(zip("ab", steps)))
+
+    assert "steps; FLOPs within 2.0 %" in note((100, 102), (5, 5))
+    assert note((100, 200), (10, 5)).startswith("Equal: training FLOPs, by the number of steps")
+    assert "seconds. FLOPs per token differ by 50.0 %" in note((100, 150), (None, None))

@@ -30,32 +30,41 @@ def show_accounts(console: Console, accounts: dict[str, dict[str, Any]], steps: 
         " tables are looked up, not multiplied: they add parameters, hardly FLOPs.",
         style="dim",
     )
+    if len(accounts) > 1:
+        console.print(equal_note(accounts, steps), style="dim")
+
+
+def equal_note(accounts: dict[str, dict[str, Any]], steps: dict[str, int | None]) -> str:
+    """Return what is equal between runs side by side, and what is not."""
+    flops = [account["flops_per_token"] for account in accounts.values()]
+    apart = 100 * (max(flops) / min(flops) - 1)
+    counts = set(steps.values())
+    if counts == {None}:
+        return f"Equal: data, seed and seconds. FLOPs per token differ by {apart:.1f} %, steps by each one's speed."
+    if len(counts) == 1:
+        return f"Equal: data and its order, seed, steps; FLOPs within {apart:.1f} %. State and parameters: as above."
+    return "Equal: training FLOPs, by the number of steps; data in the same order, as far as each gets; seed."
 
 
 def show_text(console: Console, results: dict[str, dict[str, Any]]) -> None:
-    """Print bits per byte on held-out text, and by position."""
-    table = Table(title="Held-out text", title_justify="left")
-    table.add_column("mixer")
-    table.add_column("steps", justify="right")
-    table.add_column("train s", justify="right")
-    table.add_column("bits per byte", justify="right")
-    for row in _spread(next(iter(results.values()))["by_position"]):
-        table.add_column(f"at {row['from']} to {row['to']}", justify="right")
+    """Print bits per byte on held-out windows, and beside it, of other bytes, by position in long files."""
+    first = next(iter(results.values()))
+    table = Table(title=f"Held-out bytes, windows of {first['settings']['length']}", title_justify="left")
+    for head in ("mixer", "steps", "train s", "bits per byte"):
+        table.add_column(head, justify="left" if head == "mixer" else "right")
     for name, result in results.items():
-        table.add_row(
-            name,
-            str(result["steps"]),
-            f"{result['seconds']['training']:.0f}",
-            f"{result['bits_per_byte']:.3f}",
-            *(f"{row['bits_per_byte']:.3f}" for row in _spread(result["by_position"])),
-        )
+        seconds, bits = f"{result['seconds']['training']:.0f}", f"{result['bits_per_byte']:.3f}"
+        table.add_row(name, str(result["steps"]), seconds, bits)
     console.print(table)
-
-
-def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first, the last and two ranges in between: a table for 80 columns."""
-    chosen = sorted({0, len(rows) // 3, 2 * len(rows) // 3, len(rows) - 1})
-    return [rows[index] for index in chosen]
+    title = f"Bits per byte by position, {first['long_files']} long held-out files"
+    table = Table(title=title, title_justify="left")
+    table.add_column("positions")
+    for name in results:
+        table.add_column(name, justify="right")
+    for rows in zip(*(result["by_position"] for result in results.values())):
+        numbers = (f"{row['bits_per_byte']:.3f}" for row in rows)
+        table.add_row(f"{rows[0]['from']:,} to {rows[0]['to']:,}", *numbers)
+    console.print(table)
 
 
 def show_recall(console: Console, results: dict[str, dict[str, Any]]) -> None:

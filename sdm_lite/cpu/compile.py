@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import pathlib
 import warnings
+from collections.abc import Callable, Iterator
 
 from numba import njit
+from numba.core import event
 
 _warned = False
 
@@ -25,6 +28,13 @@ def kernel(function):
         return njit(**options)(function)
     _stamp_with_all_sources(dispatcher)
     return dispatcher
+
+
+@contextlib.contextmanager
+def compile_time() -> Iterator[Callable[[], float]]:
+    """Give a function that returns the seconds that Numba has compiled for since the block began."""
+    with event.install_listener("numba:compile", event.TimingListener()) as listener:
+        yield lambda: listener.duration if listener.done else 0.0
 
 
 def _warn_once(reason: str) -> None:
