@@ -24,6 +24,7 @@ import numpy as np
 from ..arrays import narrow_bf16, widen_bf16
 from ..cpu import overlay
 from ..errors import BackendError, FileError, FileFormatError, ValueRangeError, message
+from ..rooms import DeltaOptions
 from ..whole_files import write_whole
 from .initial import Initial
 from .pool import new_pool
