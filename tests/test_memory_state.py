@@ -19,7 +19,7 @@ from state_programs import OPERATIONS, Program
 import sdm_lite
 from sdm_lite import MemoryState, StateBusy, StateFull
 
-#: programs of random operations: SDM_LITE_STATE_PROGRAMS=50000 python -m pytest tests/test_memory_state.py -k programs
+#: programs of random operations; very many of them: python tests/support/state_programs.py 50000
 PROGRAMS = int(os.environ.get("SDM_LITE_STATE_PROGRAMS", "2000"))
 NAMES = ["plain", "narrow_D3", "D17_slot_decay", "D64_W64", "D100", "long", "wipe_slot", "no_tokens", "one_of_each"]
 
