@@ -1,6 +1,6 @@
 """Random programs of a `MemoryState`'s operations, each run by the state and by the plain model.
 
-The tests draw a few thousand with hypothesis, which shrinks a failure. For very many, by seed and without its overhead::
+The tests draw a few thousand with hypothesis, which shrinks a failure. Very many, by seed, without its overhead::
 
     python tests/support/state_programs.py 50000
 """
