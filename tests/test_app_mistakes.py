@@ -11,7 +11,8 @@ import pytest
 import torch
 from app_runs import TINY, digests, run
 
-from sdm_lite.app import checkpoint, cli, files
+from sdm_lite import whole_files
+from sdm_lite.app import checkpoint, cli
 from sdm_lite.app.trainer import METRICS, read_metrics
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -214,7 +215,7 @@ def test_a_full_disk_names_the_file(tmp_path):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="wanted") as caught:
-        files.write_whole(tmp_path / "wanted", write)
+        whole_files.write_whole(tmp_path / "wanted", write)
     assert caught.value.filename == str(tmp_path / "wanted") and not list(tmp_path.iterdir())
 
 

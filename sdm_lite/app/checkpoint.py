@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..whole_files import remove_temporaries, write_whole
 from .arguments import LARGEST
-from .files import read_json, remove_temporaries, write_json, write_whole
+from .files import read_json, write_json
 from .mistakes import CommandError, mistake
 
 FORMAT = "sdm-lite checkpoint 1"

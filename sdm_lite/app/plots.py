@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from .files import write_whole
+from ..whole_files import write_whole
 
 _MARKS = "osD^v"
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..whole_files import write_whole
 from . import checkpoint, optim
-from .files import write_whole
 from .mistakes import mistake
 from .settings import ENDS, Settings
 
