@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import DtypeError, ShapeError, ValueRangeError, message
+from ..errors import DtypeError, SdmError, ShapeError, ValueRangeError, message
 from .attention import FullAttention, SlidingWindowAttention
 from .blocks import Block, NgramEmbedding
+from .cache import HybridState
 from .gated_delta_net import GatedDeltaNet
 from .gates import choose
 from .generate import generate
 from .short_conv import GatedShortConv
 from .sparse_delta_memory import SparseDeltaMemory
-from .state import MixerState
+from .state import refuse_gradients
 
 KINDS = ("sdm", "gdn", "conv", "swa", "full")
 MIXERS = {
@@ -36,27 +36,6 @@ SMALL_MODEL_OPTIONS = {
     "sdm": {**_SHARED, "score_norm": "rms", "score_scale": 1.0},
     "gdn": dict(_SHARED),
 }
-
-
-@dataclass
-class HybridState:
-    """State of a HybridLM after the tokens it has seen; a new one stands before the first token.
-
-    Attributes
-    ----------
-    layers : list of MixerState
-        One per layer; empty before the first token.
-    recent : Tensor int64 [B, 3] or None
-        The last three tokens, for n-grams; -1 where no token was.
-    """
-
-    layers: list[MixerState] = field(default_factory=list)
-    recent: Tensor | None = None
-
-    @property
-    def position(self) -> int:
-        """Tokens seen."""
-        return self.layers[0].position if self.layers else 0
 
 
 class HybridLM(nn.Module):
@@ -206,11 +185,15 @@ class HybridLM(nn.Module):
         return_state : bool or None
             None: if a state was passed.
         inplace : bool
-            Update the passed state's memories in place instead of copying them; no gradients.
+            Update the passed state itself instead of making another; no gradients. A state whose memories are
+            MemoryStates, as those of a decoding cache are, is always updated.
 
         Raises
         ------
         DtypeError, ShapeError
+        ValueRangeError
+            For a state of another model, or in place where a gradient would be needed. An error before the first layer
+            has moved changes nothing; after one that cut a call off, the state only takes a rollback.
         """
         hand_back = state is not None if return_state is None else return_state
         x, after = self.features(ids, state, return_state=hand_back, inplace=inplace)
@@ -227,19 +210,44 @@ class HybridLM(nn.Module):
             raise DtypeError(message("HybridLM", "ids", "integers", str(ids.dtype), "pass token ids"))
         if ids.ndim != 2:
             raise ShapeError(message("HybridLM", "ids", "[B, T]", str(list(ids.shape)), "add the batch axis"))
-        state = state or HybridState()
-        recent = ids.new_full((ids.shape[0], 3), -1).long() if state.recent is None else state.recent
+        state = HybridState() if state is None else state
+        state.bind(self.config, ids.shape[0])
+        if inplace or any(True for _ in state.memories()):
+            refuse_gradients("HybridLM", "state", self)
+            return self._update(ids, state), state if return_state else None
+        x, hash_ids, recent = self.embed(ids, state.recent)
+        after = []
+        for x, one in self._layers(x, state, hash_ids, return_state, False):
+            after.append(one)
+        return self.norm(x), HybridState(after, recent, self.config) if return_state else None
+
+    def _layers(self, x: Tensor, state: HybridState, hash_ids: Any, return_state: bool, inplace: bool) -> Any:
+        """Yield (x, the layer's state) after each layer."""
+        for index, block in enumerate(self.blocks):
+            x, one = block(x, state.layers[index] if state.layers else None, hash_ids, return_state, inplace)
+            yield x, one
+
+    def _update(self, ids: Tensor, state: HybridState) -> Tensor:
+        """Return the features and move `state` on."""
+        x, hash_ids, recent = self.embed(ids, state.recent)
+        after: list[Any] = []
+        try:
+            for x, one in self._layers(x, state, hash_ids, True, True):
+                after.append(one)
+        except BaseException as error:
+            # what a layer refuses, it refuses before it moves
+            state.interrupted = bool(state.layers) and (bool(after) or not isinstance(error, SdmError))
+            raise
+        state.layers, state.recent = after, recent
+        return self.norm(x)
+
+    def embed(self, ids: Tensor, recent: Tensor | None) -> tuple[Tensor, Any, Tensor]:
+        """Return what enters the first layer [B, T, dim], what "hash" addressing hashes, and the last three tokens."""
+        recent = ids.new_full((ids.shape[0], 3), -1).long() if recent is None else recent
         x = self.embedding(ids)
         if self.ngrams is not None:
             x = x + self.ngrams(ids, recent)
-        hash_ids = self._hash_ids(ids, recent)
-        after = []
-        for index, block in enumerate(self.blocks):
-            before = state.layers[index] if state.layers else None
-            x, one = block(x, before, hash_ids, return_state, inplace)
-            after.append(one)
-        x = self.norm(x)
-        return x, HybridState(after, torch.cat([recent, ids], dim=1)[:, -3:]) if return_state else None
+        return x, self._hash_ids(ids, recent), torch.cat([recent, ids], dim=1)[:, -3:]
 
     def logits(self, features: Tensor) -> Tensor:
         """Return logits [..., vocab_size] of features [..., dim]."""
