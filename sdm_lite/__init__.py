@@ -10,9 +10,26 @@ and updated by the gated delta rule. The ops take and give NumPy arrays, torch t
 [[0, 1, 2], [0, 1, 2]]
 """
 
-from .errors import BackendError, DeviceError, DtypeError, SdmError, ShapeError, SlotError, ValueRangeError
+from typing import TYPE_CHECKING
+
+from .errors import (
+    BackendError,
+    DeviceError,
+    DtypeError,
+    FileError,
+    FileFormatError,
+    SdmError,
+    ShapeError,
+    SlotError,
+    StateBusy,
+    StateFull,
+    ValueRangeError,
+)
 from .ops import hash_slots, product_key_topk, sparse_delta_rule, sparse_delta_rule_
 from .rooms import backends
+
+if TYPE_CHECKING:
+    from .memory_state import MemoryState
 
 __version__ = "0.1.0"
 
@@ -20,9 +37,14 @@ __all__ = [
     "BackendError",
     "DeviceError",
     "DtypeError",
+    "FileError",
+    "FileFormatError",
+    "MemoryState",
     "SdmError",
     "ShapeError",
     "SlotError",
+    "StateBusy",
+    "StateFull",
     "ValueRangeError",
     "backends",
     "hash_slots",
@@ -30,3 +52,12 @@ __all__ = [
     "sparse_delta_rule",
     "sparse_delta_rule_",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import what needs Numba when it is first used: `import sdm_lite` stays quick."""
+    if name == "MemoryState":
+        from .memory_state import MemoryState
+
+        return MemoryState
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -36,6 +36,22 @@ class BackendError(SdmError, ImportError):
     """The room asked for is not ready here; the text says what it needs."""
 
 
+class StateFull(SdmError, MemoryError):
+    """A state would own more bytes than its `max_bytes`."""
+
+
+class StateBusy(SdmError, RuntimeError):
+    """A state is used from a second thread during a call."""
+
+
+class FileError(SdmError, OSError):
+    """A file cannot be read or written."""
+
+
+class FileFormatError(SdmError, ValueError):
+    """A file is damaged, or holds something else than what is asked of it."""
+
+
 def message(op: str, argument: str, expected: str, got: str, fix: str) -> str:
     """Return the one form that all error texts have.
 

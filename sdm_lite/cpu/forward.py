@@ -101,17 +101,9 @@ def sparse_delta_forward(
                         if saved.log_place[token, w] >= 0:
                             row = table[row0 + x.write_slots[token, w]]
                             encode(row, begin, end, storage, codes[saved.log_place[token, w]])
-                c = begin
-                while c + BLOCK <= end:
-                    _block(c, wide, None, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
-                    c += BLOCK
-                while c + NARROW <= end:
-                    _block(c, narrow, None, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
-                    c += NARROW
-                if c < end:
-                    _block(
-                        c, narrow, end - c, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding
-                    )
+                token_columns(
+                    begin, end, wide, narrow, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding
+                )
     return scratch.size  # keeps the scratch alive till here
 
 
@@ -133,6 +125,22 @@ def borrow_tokens(x):
 def borrow_saved(saved):
     """Return the arrays without their reference counts."""
     return Saved(borrowed(saved.error), borrowed(saved.log), borrowed(saved.log_place))
+
+
+@inlined
+def token_columns(
+    begin, end, wide, narrow, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding
+):  # fmt: skip
+    """Write and read columns [begin, end) of one token: full blocks, narrow ones, and what is left."""
+    c = begin
+    while c + BLOCK <= end:
+        _block(c, wide, None, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
+        c += BLOCK
+    while c + NARROW <= end:
+        _block(c, narrow, None, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
+        c += NARROW
+    if c < end:
+        _block(c, narrow, end - c, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
 
 
 @inlined

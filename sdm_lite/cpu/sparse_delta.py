@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from ..rooms import DeltaGradients, DeltaInputs, DeltaOptions
-from . import backward, forward, memory, plan, pool, snapshot, tables
+from . import backward, forward, memory, overlay, paged, plan, pool, snapshot, tables
 from .forward import ROUND_BF16, ROUND_FP16, Saved, Tokens
 
 _ROUNDING = {"bfloat16": ROUND_BF16, "float16": ROUND_FP16}
@@ -57,6 +57,32 @@ def sparse_delta_update(inputs: DeltaInputs, state: np.ndarray, options: DeltaOp
     return readings
 
 
+def sparse_delta_paged(
+    inputs: DeltaInputs, places: overlay.Places, memory_pages: paged.Paged, num_slots: int, options: DeltaOptions
+) -> np.ndarray:
+    """Return readings; the rows that :func:`overlay.resolve` gave these tokens end as after the last one.
+
+    The arrays of `inputs` must be such that Numba types them like all others (arrays.plain).
+    """
+    batch, tokens, heads, width = inputs.values.shape
+    readings = memory.empty(inputs.values.shape, inputs.values.dtype)
+    tile_columns, work = _tiles(inputs, batch * heads, snapshot.NATIVE)
+    count = batch * tokens * heads
+    flat = [a.reshape(count, a.shape[-1]) for a in (*inputs[:4], *inputs[5:7])]
+    x = Tokens(*flat[:4], inputs.beta.reshape(-1), *flat[4:])
+    flat_readings, nothing = readings.reshape(count, width), _nothing(inputs)
+    per_slot, rounding = _PER_SLOT[options.rule], _ROUNDING.get(options.state_dtype)
+
+    def job(lo: int, hi: int) -> None:
+        paged.sparse_delta_paged(
+            lo, hi, tile_columns, heads, tokens, num_slots, memory_pages, x, *places, nothing, flat_readings, per_slot,
+            rounding,
+        )  # fmt: skip
+
+    pool.run(_jobs(batch * heads, width, tile_columns), job, work)
+    return readings
+
+
 def sparse_delta_backward(
     inputs: DeltaInputs,
     options: DeltaOptions,
@@ -84,7 +110,7 @@ def sparse_delta_backward(
     kept = Saved(error, log if codes is None else table[:0], log_place)
 
     width = table.shape[1]
-    tile_columns, work = _tiles(inputs, lanes, storage)
+    tile_columns, work = _tiles(inputs, len(lanes.first), storage)
     group_columns = forward.group_width(width)
     parts = 1 if tile_columns >= width else -(-width // group_columns)
     sums = (inputs.write_weights.shape[-1], inputs.log_decay.shape[-1], 1, inputs.read_weights.shape[-1])
@@ -103,7 +129,7 @@ def sparse_delta_backward(
             fresh, dfinal is not None, x, kept, codes, storage, flat_dreadings, flat_dvalues, partials, per_slot,
         )  # fmt: skip
 
-    pool.run(_jobs(lanes, width, tile_columns), job, work)
+    pool.run(_jobs(len(lanes.first), width, tile_columns), job, work)
     dk, ddecay, dbeta, dq = (tables.sum_parts(partial) for partial in partials)
     return DeltaGradients(
         dvalues,
@@ -163,12 +189,12 @@ def _plan(
     return saved, memory.empty((rows, snapshot.row_bytes(width, storage)), np.uint8)
 
 
-def _tiles(inputs: DeltaInputs, lanes: plan.Lanes, storage: int) -> tuple[int, int]:
+def _tiles(inputs: DeltaInputs, count: int, storage: int) -> tuple[int, int]:
     """Return (columns of a tile, numbers moved): whole rows stream best, columns are cut only to feed the threads."""
     width = inputs.values.shape[-1]
     work = (2 * inputs.write_slots.size + inputs.read_slots.size) * width
     threads = pool.threads_for(work)
-    count, columns = len(lanes.first), forward.group_width(width)
+    columns = forward.group_width(width)
     whole_rows = storage in (snapshot.FP8, snapshot.INT4)  # one scale per row: its tile must see all of it
     if whole_rows or count % threads == 0 or count >= 4 * threads:
         return max(width, columns), work
@@ -176,8 +202,8 @@ def _tiles(inputs: DeltaInputs, lanes: plan.Lanes, storage: int) -> tuple[int, i
     return columns * -(-groups // min(groups, threads)) if groups else columns, work
 
 
-def _jobs(lanes: plan.Lanes, width: int, tile_columns: int) -> int:
-    return len(lanes.first) * -(-width // tile_columns)
+def _jobs(lanes: int, width: int, tile_columns: int) -> int:
+    return lanes * -(-width // tile_columns)
 
 
 def _run_forward(
@@ -193,7 +219,7 @@ def _run_forward(
     if source is None:
         source = tables.no_source(table.shape[1], table.dtype)
     readings, storage = memory.empty(inputs.values.shape, inputs.values.dtype), _storage(options)
-    tile_columns, work = _tiles(inputs, lanes, snapshot.NATIVE if codes is None else storage)
+    tile_columns, work = _tiles(inputs, len(lanes.first), snapshot.NATIVE if codes is None else storage)
     x, flat_readings, per_slot = _tokens(inputs), _flat(readings), _PER_SLOT[options.rule]
     rounding = _ROUNDING.get(options.state_dtype)
 
@@ -203,5 +229,5 @@ def _run_forward(
             storage, flat_readings, per_slot, rounding,
         )  # fmt: skip
 
-    pool.run(_jobs(lanes, table.shape[1], tile_columns), job, work)
+    pool.run(_jobs(len(lanes.first), table.shape[1], tile_columns), job, work)
     return readings

@@ -6,6 +6,8 @@ a fixed tree, nothing is reassociated, so results do not depend on the machine's
 
 Memory operations address a C-contiguous 2-D array by (row, column). Their last argument is the number of
 columns that exist: None means all lanes, an integer masks the rest (a tail), chosen when compiling by its type.
+An array of 16-bit floats (float16, or the bits of bf16 as uint16) is loaded as float32; what is stored there must be
+rounded already.
 `zero` arguments only say which vector type is meant.
 """
 
@@ -56,6 +58,40 @@ def _mask(builder, count, lanes):
     return builder.icmp_signed("<", numbers, _splat(builder, count, lanes))
 
 
+def _stored(context, array, lanes):
+    """Return the LLVM type of `lanes` numbers as the array has them; 16-bit ones as their bits."""
+    if array.dtype.bitwidth == 16:
+        return ir.VectorType(ir.IntType(16), lanes)
+    return ir.VectorType(context.get_value_type(array.dtype), lanes)
+
+
+def _letter(array):
+    return "i" if array.dtype.bitwidth == 16 else "f"
+
+
+def _widened(context, builder, array, value, zero):
+    """Return loaded numbers in the vector's dtype."""
+    if array.dtype.bitwidth != 16:
+        return value
+    if array.dtype == types.float16:
+        half = builder.bitcast(value, ir.VectorType(ir.HalfType(), zero.lanes))
+        return builder.fpext(half, context.get_value_type(zero))
+    bits = builder.zext(value, ir.VectorType(_I32, zero.lanes))
+    bits = builder.shl(bits, ir.Constant(bits.type, [16] * zero.lanes))
+    return builder.bitcast(bits, context.get_value_type(zero))
+
+
+def _narrowed(context, builder, array, value, vector):
+    """Return numbers that the array's dtype holds exactly, as the array stores them."""
+    if array.dtype.bitwidth != 16:
+        return value
+    bits = _stored(context, array, vector.lanes)
+    if array.dtype == types.float16:
+        return builder.bitcast(builder.fptrunc(value, ir.VectorType(ir.HalfType(), vector.lanes)), bits)
+    words = builder.bitcast(value, ir.VectorType(_I32, vector.lanes))
+    return builder.trunc(builder.lshr(words, ir.Constant(words.type, [16] * vector.lanes)), bits)
+
+
 def _suffix(vector):
     return f"v{vector.lanes}f{vector.dtype.bitwidth}"
 
@@ -100,14 +136,16 @@ def load(typingctx, array, row, column, zero, count):
     masked = not isinstance(count, types.NoneType)
 
     def codegen(context, builder, signature, arguments):
-        vector = context.get_value_type(zero)
+        vector = _stored(context, array, zero.lanes)
         pointer = _address(context, builder, array, *arguments[:3], vector)
-        if not masked:
-            return builder.load(pointer, align=alignment)
-        mask = _mask(builder, arguments[4], zero.lanes)
-        name = f"llvm.masked.load.{_suffix(zero)}.p0"
-        function = _function(builder, name, vector, [pointer.type, _I32, mask.type, vector])
-        return builder.call(function, [pointer, _I32(alignment), mask, arguments[3]])
+        if masked:
+            mask = _mask(builder, arguments[4], zero.lanes)
+            name = f"llvm.masked.load.v{zero.lanes}{_letter(array)}{array.dtype.bitwidth}.p0"
+            function = _function(builder, name, vector, [pointer.type, _I32, mask.type, vector])
+            value = builder.call(function, [pointer, _I32(alignment), mask, ir.Constant(vector, None)])
+        else:
+            value = builder.load(pointer, align=alignment)
+        return _widened(context, builder, array, value, zero)
 
     return zero(array, types.int64, types.int64, zero, types.int64 if masked else count), codegen
 
@@ -119,14 +157,16 @@ def store(typingctx, array, row, column, value, count):
     masked = not isinstance(count, types.NoneType)
 
     def codegen(context, builder, signature, arguments):
-        pointer = _address(context, builder, array, *arguments[:3], arguments[3].type)
+        vector = _stored(context, array, value.lanes)
+        pointer = _address(context, builder, array, *arguments[:3], vector)
+        narrow = _narrowed(context, builder, array, arguments[3], value)
         if not masked:
-            builder.store(arguments[3], pointer, align=alignment)
+            builder.store(narrow, pointer, align=alignment)
         else:
             mask = _mask(builder, arguments[4], value.lanes)
-            name = f"llvm.masked.store.{_suffix(value)}.p0"
-            function = _function(builder, name, ir.VoidType(), [arguments[3].type, pointer.type, _I32, mask.type])
-            builder.call(function, [arguments[3], pointer, _I32(alignment), mask])
+            name = f"llvm.masked.store.v{value.lanes}{_letter(array)}{array.dtype.bitwidth}.p0"
+            function = _function(builder, name, ir.VoidType(), [vector, pointer.type, _I32, mask.type])
+            builder.call(function, [narrow, pointer, _I32(alignment), mask])
         return context.get_dummy_value()
 
     return types.void(array, types.int64, types.int64, value, types.int64 if masked else count), codegen

@@ -1,0 +1,6 @@
+"""Copy-on-write memories of sequences: see docs/state.md."""
+
+from .state import MemoryState, StateBytes
+from .undo import Mark
+
+__all__ = ["Mark", "MemoryState", "StateBytes"]

@@ -1,0 +1,409 @@
+"""`MemoryState`: the memories of several sequences in one layer, copy-on-write over a shared initial memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import arrays, validate
+from ..cpu import overlay
+from ..errors import ShapeError, StateBusy, ValueRangeError, message
+from ..rooms import DeltaOptions
+from . import call as calls
+from . import files
+from .initial import Initial
+from .pool import RowPool
+from .undo import ROW, Index, Mark, UndoLog
+
+
+class StateBytes(NamedTuple):
+    """Bytes of the initial memory, and of the rows that the state and its forks own (each row once)."""
+
+    shared: int
+    owned: int
+
+
+class MemoryState:
+    """Memories of B sequences that start from one initial memory and own only the rows they have written.
+
+    The rule is that of :func:`sdm_lite.sparse_delta_rule` (spec section 4), and so are the bits: readings and memories
+    do not depend on how a sequence is cut into calls, on the other sequences, or on the number of threads.
+
+    Parameters
+    ----------
+    initial : array [H, N, D], or tuple (H, N, D) for zeros
+        Kept by reference, C-contiguous, never written: it must not change while the state is used.
+    batch : int
+        Sequences, B.
+    dtype : {None, "float32", "float64", "bfloat16", "float16"} or a dtype
+        Of the memory. None: the initial memory's (float32 for zeros); another makes one converted copy of it.
+    rule : {"shared", "per_slot"}
+        As in the op.
+    max_bytes : int or None
+        Most bytes of rows that the state and its forks may own; the undo log counts.
+
+    Raises
+    ------
+    ShapeError, DtypeError, ValueRangeError, DeviceError
+        Naming the argument, what was expected, what came, and the fix. Here and in every method, an error leaves the
+        state as it was.
+    StateBusy
+        Where a second thread uses the state during a call. Two states, forks too, may work in two threads.
+
+    Examples
+    --------
+    >>> import numpy as np, sdm_lite
+    >>> one = lambda *x: np.array(x, np.float32).reshape(1, 1, -1)
+    >>> slot, state = np.array([[[3]]], np.int32), sdm_lite.MemoryState((1, 1000, 2), 1)
+    >>> token = (one(1, 2), slot, one(1), one(0)[..., 0], one(0.5)[..., 0], slot, one(1))
+    >>> state.step(*token).tolist()
+    [[[0.5, 1.0]]]
+    >>> before = state.mark()
+    >>> state.step(*token).tolist(), state.tokens.tolist(), state.nbytes()
+    ([[[0.75, 1.5]]], [2], StateBytes(shared=0, owned=16))
+    >>> state.rollback(before)
+    >>> state.dense()[0, 0, 3].tolist(), state.tokens.tolist()
+    ([0.5, 1.0], [1])
+    """
+
+    def __init__(
+        self, initial: Any, batch: int, *, dtype: Any = None, rule: str = "shared", max_bytes: int | None = None
+    ):
+        op = "MemoryState"
+        batch = _count(op, "batch", batch)
+        max_bytes = None if max_bytes is None else _count(op, "max_bytes", max_bytes)
+        first = Initial(op, initial, dtype)
+        options = DeltaOptions(rule, state_dtype=first.dtype)
+        validate.check_options(op, options)
+        heads, slots, width = first.shape
+        self._open(first, RowPool(width, first.storage, heads * slots, max_bytes), options)
+        self._index = _empty_index(batch * heads)
+        self._tokens = np.zeros(batch, np.int64)
+
+    def _open(self, initial: Initial, pool: RowPool, options: DeltaOptions) -> None:
+        self._initial, self._pool, self._options = initial, pool, options
+        self._log = UndoLog()
+        self._alone = _Alone()
+        self._handle: Any = None
+        if initial.kind == "torch":
+            from .. import torch_state
+
+            self._handle = torch_state.open_handle(self)
+
+    def __del__(self) -> None:
+        if "_index" in self.__dict__:
+            self._pool.drop(self._index.table, ROW)
+            self._log.forget(self._pool)
+
+    def __repr__(self) -> str:
+        heads, slots, width = self._initial.shape
+        return f"MemoryState({self.batch} x [{heads}, {slots}, {width}], {self.dtype}, {self._pool.used_bytes()} bytes)"
+
+    @property
+    def batch(self) -> int:
+        """Sequences, B."""
+        return len(self._tokens)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, N, D)."""
+        return (self.batch, *self._initial.shape)
+
+    @property
+    def dtype(self) -> str:
+        """The memory's dtype by its name."""
+        return self._initial.dtype
+
+    @property
+    def rule(self) -> str:
+        """The rule, "shared" or "per_slot"."""
+        return self._options.rule
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Tokens that each sequence has seen, padding apart: int64 [B], a copy."""
+        return self._tokens.copy()
+
+    def step(
+        self,
+        values: Any,
+        write_slots: Any,
+        write_weights: Any,
+        log_decay: Any,
+        beta: Any,
+        read_slots: Any,
+        read_weights: Any,
+    ) -> Any:
+        """Write and read one token of every sequence: :meth:`extend` without the axis of tokens.
+
+        Parameters
+        ----------
+        values : array [B, H, D]
+        write_slots, read_slots : int32 or int64 array [B, H, W], [B, H, R]
+        write_weights, read_weights : array [B, H, W], [B, H, R]
+        log_decay : array [B, H] or [B, H, W]
+        beta : array [B, H]
+
+        Returns
+        -------
+        readings : array [B, H, D]
+            In the kind and dtype of `values`. No gradients.
+        """
+        given = (values, write_slots, write_weights, log_decay, beta, read_slots, read_weights)
+        return calls.run(self, "MemoryState.step", given, one_token=True)
+
+    def extend(
+        self,
+        values: Any,
+        write_slots: Any,
+        write_weights: Any,
+        log_decay: Any,
+        beta: Any,
+        read_slots: Any,
+        read_weights: Any,
+    ) -> Any:
+        """Write and read T tokens of every sequence, as :func:`sdm_lite.sparse_delta_rule_` does.
+
+        A token whose write and read slots are all -1, in all heads, is padding: its reading is zero, it writes nothing
+        and is not counted; its other numbers are not looked at.
+
+        Parameters
+        ----------
+        values : array [B, T, H, D]
+        write_slots, read_slots : int32 or int64 array [B, T, H, W], [B, T, H, R]
+        write_weights, read_weights : array [B, T, H, W], [B, T, H, R]
+        log_decay : array [B, T, H] or [B, T, H, W]
+        beta : array [B, T, H]
+
+        Returns
+        -------
+        readings : array [B, T, H, D]
+            In the kind and dtype of `values`. No gradients.
+
+        Raises
+        ------
+        StateFull
+            Where the call would own more than `max_bytes`.
+        ShapeError, DtypeError, ValueRangeError, SlotError, DeviceError
+            As :func:`sdm_lite.sparse_delta_rule_`.
+        """
+        given = (values, write_slots, write_weights, log_decay, beta, read_slots, read_weights)
+        return calls.run(self, "MemoryState.extend", given, one_token=False)
+
+    def dense(self) -> Any:
+        """Return the memories as one array [B, H, N, D], a copy, of the initial memory's kind."""
+        with self._alone("MemoryState.dense"):
+            heads, slots, width = self._initial.shape
+            dense = self._initial.dense(self.batch)
+            lane, slot, row = self._entries()
+            dense.reshape(self.batch * heads, slots, width)[lane, slot] = self._pool.read(row)
+            return self._initial.give_back(dense)
+
+    def nbytes(self) -> StateBytes:
+        """Return the bytes of the initial memory and of the rows owned by the state, its undo log and its forks.
+
+        Pages round that up to the next 256 KB, and the index adds 16 to 32 bytes a row.
+        """
+        with self._alone("MemoryState.nbytes"), self._pool.lock:
+            self._pool.settle()
+            return StateBytes(self._initial.nbytes(), self._pool.used_bytes())
+
+    def fork(self, indices: Sequence[int]) -> MemoryState:
+        """Return a new state of the sequences named (repeats allowed), which shares all rows until one is written.
+
+        Costs a copy of the index of these sequences, 16 to 32 bytes a row owned, whatever N and D are. Marks stay
+        behind; `max_bytes` bounds both together.
+        """
+        op = "MemoryState.fork"
+        with self._alone(op), self._pool.lock:
+            sources = self._sequences(op, indices)
+            self._pool.settle()
+            new = MemoryState.__new__(MemoryState)
+            new._open(self._initial, self._pool, self._options)
+            new._index, new._tokens = self._copied(sources), self._tokens[sources]
+            return new
+
+    def reorder(self, indices: Sequence[int]) -> None:
+        """Make the sequences those named, in that order; a repeated one shares its rows until one is written.
+
+        As many indices as you like: the batch follows. Costs as :meth:`fork`.
+        """
+        op = "MemoryState.reorder"
+        with self._alone(op), self._pool.lock:
+            self._rearrange(self._sequences(op, indices))
+
+    def reset(self, i: int | Sequence[int]) -> None:
+        """Put sequences (one index or several) back to the initial memory, without tokens."""
+        op = "MemoryState.reset"
+        with self._alone(op), self._pool.lock:
+            sources = np.arange(self.batch)
+            sources[self._sequences(op, [i] if np.ndim(i) == 0 else i)] = -1
+            self._rearrange(sources)
+
+    def append(self, n: int = 1) -> None:
+        """Add n sequences that hold the initial memory, after the others."""
+        op = "MemoryState.append"
+        with self._alone(op), self._pool.lock:
+            self._rearrange(np.concatenate([np.arange(self.batch), np.full(_count(op, "n", n), -1)]))
+
+    def evict(self, indices: Sequence[int]) -> None:
+        """Remove sequences; those after them move up."""
+        op = "MemoryState.evict"
+        with self._alone(op), self._pool.lock:
+            gone = self._sequences(op, indices)
+            self._rearrange(np.delete(np.arange(self.batch), gone))
+
+    def mark(self) -> Mark:
+        """Return a mark of this moment. It lives until it is released, or an earlier one is rolled back to.
+
+        While a mark lives, the first write to a row copies it and keeps the old one: W rows a token at most.
+        """
+        with self._alone("MemoryState.mark"), self._pool.lock:
+            return self._log.mark(self._pool, self._tokens)
+
+    def rollback(self, mark: Mark) -> None:
+        """Return to a mark, bit for bit, whatever was done since; the mark lives on, later ones do not.
+
+        Costs O(k W) for k tokens a sequence: old rows are named again, not copied.
+
+        Raises
+        ------
+        ValueRangeError
+            (a ValueError) where the mark is not alive in this state.
+        """
+        op = "MemoryState.rollback"
+        with self._alone(op), self._pool.lock:
+            place = self._log.place(op, mark)
+            self._index = self._log.rollback(place, self._pool, self._index)
+            self._tokens = mark._tokens
+
+    def release(self, mark: Mark) -> None:
+        """Forget a mark, and the old rows that only it needs; other marks stay.
+
+        Raises
+        ------
+        ValueRangeError
+            (a ValueError) where the mark is not alive in this state.
+        """
+        op = "MemoryState.release"
+        with self._alone(op), self._pool.lock:
+            self._log.release(self._log.place(op, mark), self._pool)
+
+    def save(self, path: Any, *, base: Any = None, snapshot_dtype: str | None = None) -> None:
+        """Write the rows owned, their slots and the token counts to a safetensors file, whole or not at all.
+
+        Parameters
+        ----------
+        path : path
+            Written under a temporary name beside it, synced, renamed.
+        base : path or None
+            A file of :meth:`save` in the same folder: only rows that differ from it are written, and it must be there
+            when the new file is loaded.
+        snapshot_dtype : {None, "bf16"}
+            "bf16" stores rounded rows; the file says so, and loading it is no longer bit for bit.
+
+        Raises
+        ------
+        FileError
+            (an OSError) where the file cannot be written; one that was there before stays.
+        FileFormatError, ValueRangeError
+            (ValueErrors) where `base` is no such file or does not fit.
+        BackendError
+            Where safetensors is not installed.
+        """
+        with self._alone("MemoryState.save"):
+            files.save(self, path, base, snapshot_dtype)
+
+    @staticmethod
+    def load(path: Any, *, initial: Any, max_bytes: int | None = None) -> MemoryState:
+        """Return the state that :meth:`save` wrote, over the same initial memory.
+
+        Parameters
+        ----------
+        path : path
+        initial : array [H, N, D], or tuple (H, N, D) for zeros
+            What the saved state had; its hash is checked.
+        max_bytes : int or None
+            As for a new state.
+
+        Raises
+        ------
+        FileFormatError
+            (a ValueError) where the file is damaged, or of another configuration or initial memory: both are named.
+        FileError
+            (an OSError) where it cannot be read.
+        StateFull, BackendError
+            Where `max_bytes` is too small; where safetensors is not installed.
+        """
+        return files.load(path, initial, max_bytes)
+
+    def _entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (lane, slot, row) of every row owned, by lane and slot."""
+        lane, place = np.nonzero(self._index.table[:, :, ROW] >= 0)
+        slot, row = self._index.table[lane, place].T
+        order = np.lexsort((slot, lane))
+        return lane[order], slot[order], row[order].astype(np.int64)
+
+    def _sequences(self, op: str, indices: Any) -> np.ndarray:
+        listed = indices.tolist() if hasattr(indices, "tolist") else indices
+        fix = "pass a list of whole numbers"
+        if not isinstance(listed, (list, tuple, range)):
+            raise ShapeError(message(op, "indices", "a sequence of indices", repr(indices), fix))
+        wanted = np.array([validate.whole_number(op, "indices", i) for i in listed], np.int64)
+        outside = wanted[(wanted < 0) | (wanted >= self.batch)]
+        if len(outside):
+            raise ValueRangeError(message(op, "indices", f"indices in [0, {self.batch})", str(outside[0]), fix))
+        return wanted
+
+    def _copied(self, sources: np.ndarray) -> Index:
+        """Return the index of the sequences named, -1 for a fresh one, with a reference to each row."""
+        heads = self._initial.shape[0]
+        lanes = (sources[:, None] * heads + np.arange(heads)).ravel()
+        index = Index(self._index.table[lanes], self._index.filled[lanes])
+        fresh = np.repeat(sources < 0, heads)
+        index.table[fresh], index.filled[fresh] = -1, 0
+        self._pool.hold(index.table, ROW)
+        return index
+
+    def _rearrange(self, sources: np.ndarray) -> None:
+        self._pool.settle()
+        old, tokens = self._index, self._tokens
+        if len(sources) and not len(tokens):
+            self._index = _empty_index(len(sources) * self._initial.shape[0])
+            self._tokens = np.zeros(len(sources), np.int64)
+        else:
+            self._index, self._tokens = self._copied(sources), np.where(sources < 0, 0, tokens[sources])
+        self._log.replaced(self._pool, old)
+
+
+class _Alone:
+    """Lets one call at a time into a state; a second one raises instead of waiting."""
+
+    def __init__(self) -> None:
+        self._lock, self._op = threading.Lock(), ""
+
+    def __call__(self, op: str) -> _Alone:
+        self._op = op
+        return self
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            fix = "use a lock, or a fork for each thread"
+            raise StateBusy(message(self._op, "state", "one call at a time", "a second one during the first", fix))
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _count(op: str, name: str, value: Any) -> int:
+    value = validate.whole_number(op, name, value)
+    if value < 0:
+        raise ValueRangeError(message(op, name, "a number >= 0", str(value), "pass a count"))
+    return value
+
+
+def _empty_index(lanes: int) -> Index:
+    return Index(np.full((lanes, overlay.SMALLEST, 2), -1, np.int32), np.zeros(lanes, np.int64))
