@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import arrays, validate
+from .. import validate
 from ..cpu import overlay
 from ..errors import ShapeError, StateBusy, ValueRangeError, message
 from ..rooms import DeltaOptions

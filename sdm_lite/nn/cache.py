@@ -194,7 +194,7 @@ class HybridState:
         if not self.layers:
             got, fix = "none yet", "pass the cache to the model first"
             raise ValueRangeError(message(op, "cache", "sequences", got, fix))
-        self._check_whole(op)
+        self.check_whole(op)
         listed = indices.tolist() if hasattr(indices, "tolist") else indices
         if not isinstance(listed, (list, tuple, range)):
             raise ShapeError(message(op, "indices", "a sequence of indices", repr(indices), "pass a list"))
@@ -226,7 +226,7 @@ class HybridState:
 
         Costs a copy of dense sparse-memory and GatedDeltaNet states; the rest is kept by reference.
         """
-        self._check_whole(f"{_NAME}.mark")
+        self.check_whole(f"{_NAME}.mark")
         return self.add_mark([LayerMark.of(layer) for layer in self.layers], self.recent)
 
     def add_mark(self, layers: Sequence[LayerMark], recent: Tensor | None) -> CacheMark:
@@ -270,7 +270,7 @@ class HybridState:
 
     def bind(self, config: dict[str, Any], batch: int) -> None:
         """Take the model's configuration, or raise for a cache of another model or batch, or one that was cut off."""
-        self._check_whole("HybridLM")
+        self.check_whole("HybridLM")
         fix = "pass the state of these sequences in this model"
         if self.config is not None and self.config is not config and self.config != config:
             name = next(key for key in {**self.config, **config} if self.config.get(key) != config.get(key))
@@ -281,7 +281,8 @@ class HybridState:
             raise ShapeError(message("HybridLM", "state", expected, got, fix))
         self.config = config
 
-    def _check_whole(self, op: str) -> None:
+    def check_whole(self, op: str) -> None:
+        """Raise ValueRangeError where a call was cut off and left the layers at different tokens."""
         if self.interrupted:
             fix = "roll back to a mark, or start anew"
             raise ValueRangeError(message(op, "state", "one whose layers are in step", "one cut off in a call", fix))

@@ -216,24 +216,25 @@ class HybridLM(nn.Module):
             refuse_gradients("HybridLM", "state", self)
             return self._update(ids, state), state if return_state else None
         x, hash_ids, recent = self.embed(ids, state.recent)
-        after = []
-        for x, one in self._layers(x, state, hash_ids, return_state, False):
-            after.append(one)
+        after: list[Any] = []
+        x = self._through(x, state, hash_ids, after, return_state, inplace=False)
         return self.norm(x), HybridState(after, recent, self.config) if return_state else None
 
-    def _layers(self, x: Tensor, state: HybridState, hash_ids: Any, return_state: bool, inplace: bool) -> Any:
-        """Yield (x, the layer's state) after each layer."""
+    def _through(
+        self, x: Tensor, state: HybridState, hash_ids: Any, after: list[Any], return_state: bool, *, inplace: bool
+    ) -> Tensor:
+        """Return x behind all layers; each appends its state to `after`."""
         for index, block in enumerate(self.blocks):
             x, one = block(x, state.layers[index] if state.layers else None, hash_ids, return_state, inplace)
-            yield x, one
+            after.append(one)
+        return x
 
     def _update(self, ids: Tensor, state: HybridState) -> Tensor:
         """Return the features and move `state` on."""
         x, hash_ids, recent = self.embed(ids, state.recent)
         after: list[Any] = []
         try:
-            for x, one in self._layers(x, state, hash_ids, True, True):
-                after.append(one)
+            x = self._through(x, state, hash_ids, after, True, inplace=True)
         except BaseException as error:
             # what a layer refuses, it refuses before it moves
             state.interrupted = bool(state.layers) and (bool(after) or not isinstance(error, SdmError))

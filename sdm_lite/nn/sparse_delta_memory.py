@@ -278,12 +278,14 @@ class SparseDeltaMemory(nn.Module):
         """Return the memory [H, N, D] that a sequence starts from."""
         return self.memory if "memory" in self._parameters else self.zero_memory
 
+    def memory_origin(self) -> Any:
+        """Return what a MemoryState of this layer starts from: the learned memory, or the shape of a zero one."""
+        first = self.initial_memory()
+        return first.detach() if "memory" in self._parameters else tuple(first.shape)
+
     def new_memory(self, batch: int) -> MemoryState:
         """Return a MemoryState of `batch` sequences over the initial memory, which must not be trained meanwhile."""
-        first = self.initial_memory()
-        if "memory" in self._parameters:
-            return MemoryState(first.detach(), batch, rule=self.rule)
-        return MemoryState(tuple(first.shape), batch, dtype=first.dtype, rule=self.rule)
+        return MemoryState(self.memory_origin(), batch, dtype=self.initial_memory().dtype, rule=self.rule)
 
     def _around(self, memory: MemoryState) -> MixerState:
         """Return the state whose memory is `memory`: the rest is that of sequences before their first token."""

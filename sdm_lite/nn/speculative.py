@@ -59,7 +59,10 @@ class Drafter:
 
 
 def speculate(model: HybridLM, ids: Tensor, count: int, exact: bool, cache: HybridState | None) -> Iterator[Tensor]:
-    """Yield `count` tokens [B]; arguments as in `generate`. A batch takes as many drafted tokens as all sequences can."""
+    """Yield `count` tokens [B]; arguments as in `generate`.
+
+    Of a batch's drafted tokens as many are taken as are right in all sequences.
+    """
     from .generate import step
 
     state = HybridState() if cache is None else cache
@@ -91,7 +94,8 @@ def speculate(model: HybridLM, ids: Tensor, count: int, exact: bool, cache: Hybr
 def check_exactly(model: HybridLM, block: Tensor, cache: HybridState) -> tuple[int, Tensor]:
     """Run the tokens `block` [B, 1 + drafted] as greedy steps would, and keep those that greedy decoding says.
 
-    Returns how many drafted tokens are kept, and the logits [B, vocab_size] after the last of them; `cache` stands there.
+    Returns how many drafted tokens are kept, and the logits [B, vocab_size] after the last of them, where `cache`
+    then stands.
     """
     logits, marks = token_by_token(model, block, cache)
     accepted = _agreed(logits, block)
@@ -123,7 +127,7 @@ def _agreed(logits: Tensor, block: Tensor) -> int:
 
 @torch.no_grad()
 def token_by_token(model: HybridLM, ids: Tensor, cache: HybridState) -> tuple[Tensor, list[CacheMark]]:
-    """Return logits [B, T, vocab_size] of `ids`, with the bits of T steps, and a mark of `cache` before each but the first.
+    """Return logits [B, T, vocab_size] of `ids`, in the bits of T steps, and a mark before each token but the first.
 
     Layers outside, tokens inside: each product has the shapes that a step gives it.
     """

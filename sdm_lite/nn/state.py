@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DtypeError, ShapeError, ValueRangeError, message
-from ..memory_state import MemoryState
 
 
 @dataclass
