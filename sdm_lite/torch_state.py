@@ -67,7 +67,7 @@ def initial_bits(op: str, initial: Tensor, dtype: str) -> np.ndarray:
 
 def from_storage(bits: np.ndarray, dtype: str) -> Tensor:
     """Return an array of a state's storage dtype as a tensor over the same memory."""
-    return convert.from_bits(bits, convert.dtype_named(dtype))
+    return convert.from_bits(bits.view(np.uint16) if bits.itemsize == 2 else bits, convert.dtype_named(dtype))
 
 
 def _advance(state: MemoryState, op: str, call: list[Tensor]) -> Tensor:

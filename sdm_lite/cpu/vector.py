@@ -6,8 +6,8 @@ a fixed tree, nothing is reassociated, so results do not depend on the machine's
 
 Memory operations address a C-contiguous 2-D array by (row, column). Their last argument is the number of
 columns that exist: None means all lanes, an integer masks the rest (a tail), chosen when compiling by its type.
-An array of 16-bit floats (float16, or the bits of bf16 as uint16) is loaded as float32; what is stored there must be
-rounded already.
+An array of 16-bit floats (the bits of bf16 as uint16, of fp16 as int16: Numba has neither) is loaded as float32; what
+is stored there must be rounded already.
 `zero` arguments only say which vector type is meant.
 """
 
@@ -73,7 +73,7 @@ def _widened(context, builder, array, value, zero):
     """Return loaded numbers in the vector's dtype."""
     if array.dtype.bitwidth != 16:
         return value
-    if array.dtype == types.float16:
+    if array.dtype == types.int16:
         half = builder.bitcast(value, ir.VectorType(ir.HalfType(), zero.lanes))
         return builder.fpext(half, context.get_value_type(zero))
     bits = builder.zext(value, ir.VectorType(_I32, zero.lanes))
@@ -86,7 +86,7 @@ def _narrowed(context, builder, array, value, vector):
     if array.dtype.bitwidth != 16:
         return value
     bits = _stored(context, array, vector.lanes)
-    if array.dtype == types.float16:
+    if array.dtype == types.int16:
         return builder.bitcast(builder.fptrunc(value, ir.VectorType(ir.HalfType(), vector.lanes)), bits)
     words = builder.bitcast(value, ir.VectorType(_I32, vector.lanes))
     return builder.trunc(builder.lshr(words, ir.Constant(words.type, [16] * vector.lanes)), bits)

@@ -14,6 +14,8 @@ import numpy as np
 from .. import arrays, ops, validate
 from ..errors import DtypeError, ShapeError, ValueRangeError, message
 
+# as cpu/vector.py takes 16-bit floats
+_STORAGE = {name: np.dtype({"bfloat16": "uint16", "float16": "int16"}.get(name, name)) for name in arrays.FLOATS}
 _BLOCK = 1 << 24  # bytes hashed at a time
 
 
@@ -29,7 +31,7 @@ class Initial:
     dtype : str
         "float32", "float64", "bfloat16" or "float16".
     bits : array [H, N, D] or None
-        In the storage dtype: bf16 as uint16. None for zeros.
+        In the storage dtype: bf16 as uint16, fp16 as int16. None for zeros.
     """
 
     def __init__(self, op: str, initial: Any, dtype: Any):
@@ -41,7 +43,7 @@ class Initial:
         heads, slots, width = self.shape
         if slots >= 2**31:
             raise ValueRangeError(message(op, "initial", "fewer than 2^31 slots", str(slots), "use more heads"))
-        self.storage = np.dtype(np.uint16 if self.dtype == "bfloat16" else self.dtype)
+        self.storage = _STORAGE[self.dtype]
         self.compute = np.dtype(np.float64 if self.dtype == "float64" else np.float32)
 
     def _open_zeros(self, op: str, shape: Any, dtype: Any) -> None:
@@ -52,10 +54,10 @@ class Initial:
         self.shape, self.bits = sizes, None
         self.dtype = _dtype_word(op, "float32" if dtype is None else dtype)
         self.kind = "torch" if type(dtype).__module__ == "torch" else "numpy"
-        self.numpy_dtype = None
         if self.kind == "numpy" and self.dtype == "bfloat16":
             fix = "pass dtype=torch.bfloat16, or an initial memory in bfloat16"
             raise DtypeError(message(op, "dtype", "a dtype that NumPy has", "bfloat16", fix))
+        self.numpy_dtype = None if self.kind == "torch" else np.dtype(self.dtype)
 
     def _open_array(self, op: str, initial: Any, dtype: Any) -> None:
         self.kind = arrays.kind_of(op, "initial", initial)
@@ -70,7 +72,6 @@ class Initial:
             from .. import torch_state
 
             bits = torch_state.initial_bits(op, initial, self.dtype)
-            self.numpy_dtype = None
         else:
             array = arrays.to_numpy(op, "initial", initial)
             if self.dtype != given:
@@ -79,8 +80,7 @@ class Initial:
                 array = arrays.from_float(array, np.dtype(self.dtype))
             self.numpy_dtype = array.dtype
             bits = arrays.state_bits(array)
-        if bits.dtype == np.uint16 and self.dtype == "float16":
-            bits = bits.view(np.float16)
+        bits = bits.view(_STORAGE[self.dtype])
         if not (bits.flags.c_contiguous and bits.flags.aligned):
             fix = "pass a contiguous copy, and keep it: the state refers to it"
             raise ValueRangeError(message(op, "initial", "C-contiguous memory", f"strides {bits.strides}", fix))
@@ -92,8 +92,7 @@ class Initial:
             from .. import torch_state
 
             return torch_state.from_storage(bits, self.dtype)
-        if self.numpy_dtype is not None and bits.dtype != self.numpy_dtype:
-            bits = bits.view(self.numpy_dtype)
+        bits = bits.view(self.numpy_dtype)
         return bits if self.bits is None else arrays.like(self.like, self.kind, bits)
 
     def dense(self, batch: int) -> np.ndarray:

@@ -81,7 +81,11 @@ class MemoryState:
         heads, slots, width = first.shape
         self._open(first, RowPool(width, first.storage, heads * slots, max_bytes), options)
         self._index = _empty_index(batch * heads)
-        self._tokens = np.zeros(batch, np.int64)
+        self._follow(np.zeros(batch, np.int64))
+
+    def _follow(self, tokens: np.ndarray) -> None:
+        """Set the token counts, and so the batch: a plain number, since torch.compile would trace an array."""
+        self._tokens, self._batch = tokens, len(tokens)
 
     def _open(self, initial: Initial, pool: RowPool, options: DeltaOptions) -> None:
         self._initial, self._pool, self._options = initial, pool, options
@@ -105,7 +109,7 @@ class MemoryState:
     @property
     def batch(self) -> int:
         """Sequences, B."""
-        return len(self._tokens)
+        return self._batch
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -223,7 +227,8 @@ class MemoryState:
             self._pool.settle()
             new = MemoryState.__new__(MemoryState)
             new._open(self._initial, self._pool, self._options)
-            new._index, new._tokens = self._copied(sources), self._tokens[sources]
+            new._index = self._copied(sources)
+            new._follow(self._tokens[sources])
             return new
 
     def reorder(self, indices: Sequence[int]) -> None:
@@ -278,7 +283,7 @@ class MemoryState:
         with self._alone(op), self._pool.lock:
             place = self._log.place(op, mark)
             self._index = self._log.rollback(place, self._pool, self._index)
-            self._tokens = mark._tokens
+            self._follow(mark._tokens)
 
     def release(self, mark: Mark) -> None:
         """Forget a mark, and the old rows that only it needs; other marks stay.
@@ -373,9 +378,10 @@ class MemoryState:
         old, tokens = self._index, self._tokens
         if len(sources) and not len(tokens):
             self._index = _empty_index(len(sources) * self._initial.shape[0])
-            self._tokens = np.zeros(len(sources), np.int64)
+            self._follow(np.zeros(len(sources), np.int64))
         else:
-            self._index, self._tokens = self._copied(sources), np.where(sources < 0, 0, tokens[sources])
+            self._index = self._copied(sources)
+            self._follow(np.where(sources < 0, 0, tokens[sources]))
         self._log.replaced(self._pool, old)
 
 
