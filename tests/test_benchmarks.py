@@ -60,5 +60,5 @@ def test_suites_are_collected():
     pytest.importorskip("pytest_benchmark")
     result = run("-m", "pytest", "benchmarks", "--collect-only", "--quiet")
     assert result.returncode == 0, result.stdout + result.stderr
-    for suite in ("bench_addressing", "bench_delta", "bench_layer", "bench_costs"):
+    for suite in ("bench_addressing", "bench_delta", "bench_layer", "bench_costs", "bench_decoding"):
         assert f"benchmarks/{suite}.py::" in result.stdout

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 _NAME = "HybridState"
 
 
+class CacheBytes(NamedTuple):
+    """Bytes of the initial memories, of the rows that the MemoryStates own (forks included), and of all tensors."""
+
+    shared: int
+    owned: int
+    dense: int
+
+
 class LayerMark(NamedTuple):
     """A layer's state at some moment: tensors by reference, since calls make new ones; and its MemoryState's mark."""
 
@@ -122,20 +130,14 @@ class HybridState:
             if isinstance(layer.memory, MemoryState):
                 yield index, layer.memory
 
-    def nbytes(self) -> dict[str, int]:
-        """Return the bytes of the initial memories ("shared"), of what the sequences own ("owned"), and of the rest.
-
-        "cache" is keys, values, dense states and taps, without spare room.
-        """
-        counts = {"shared": 0, "owned": 0, "cache": 0}
+    def nbytes(self) -> CacheBytes:
+        """Return what the cache takes, spare room of buffers apart."""
+        dense = 0
         for layer in self.layers:
             parts = [layer.memory, layer.keys, layer.values, *layer.taps.values()]
-            counts["cache"] += sum(part.nbytes for part in parts if isinstance(part, Tensor))
-        for _, memory in self.memories():
-            shared, owned = memory.nbytes()
-            counts["shared"] += shared
-            counts["owned"] += owned
-        return counts
+            dense += sum(part.nbytes for part in parts if isinstance(part, Tensor))
+        sizes = [memory.nbytes() for _, memory in self.memories()]
+        return CacheBytes(sum(one.shared for one in sizes), sum(one.owned for one in sizes), dense)
 
     # ------------------------------------------------------------ sequences
 

@@ -67,7 +67,8 @@ def save(cache: HybridState, path: Path, of: str | None = None) -> None:
             parts["memory"] = layer.memory
         tensors |= {f"layers.{index}.{name}": part for name, part in parts.items() if part is not None}
     whole = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    notes = {"format": FORMAT, "config": json.dumps(cache.config), "of": of or "", "sha256": _digest(whole)}
+    notes = {"format": FORMAT, "config": json.dumps(cache.config), "of": of or ""}
+    notes["sha256"] = _digest(whole, notes)
     try:
         write_whole(path, lambda temporary: torch_files.save_file(whole, temporary, notes))
     except (OSError, _safetensors(_SAVE).SafetensorError) as error:
@@ -146,7 +147,7 @@ def _read(path: Path, check: Callable[[dict[str, str], dict[str, _SIZES]], objec
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
         check(notes, shapes)
         tensors = {name: file.get_tensor(name) for name in shapes}
-    if _digest(tensors) != notes.get("sha256"):
+    if _digest(tensors, notes) != notes.get("sha256"):
         raise _damaged(path, "the numbers that were saved", "other numbers")
     return tensors
 
@@ -256,9 +257,10 @@ def _memory_of(contents: Tensor, mixer: Any) -> MemoryState:
     return _with_file(contents, lambda inner: MemoryState.load(inner, initial=mixer.memory_origin(), dtype=dtype))
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    """Return the SHA-256 of names, dtypes, shapes and bits."""
-    digest = hashlib.sha256()
+def _digest(tensors: dict[str, Tensor], notes: dict[str, str]) -> str:
+    """Return the SHA-256 of the metadata but itself, and of names, dtypes, shapes and bits."""
+    covered = {name: text for name, text in notes.items() if name != "sha256"}
+    digest = hashlib.sha256(json.dumps(covered, sort_keys=True).encode())
     for name in sorted(tensors):
         x = tensors[name].contiguous()
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
