@@ -40,10 +40,11 @@ def run(state: MemoryState, op: str, given: tuple[Tensor, ...], one_token: bool)
         expected, got = "tensors without gradients: a state has none", "one that requires a gradient"
         raise ValueRangeError(message(op, name, expected, got, "use sparse_delta_rule, or torch.no_grad()"))
     call = calls.lifted(op, list(given)) if one_token else list(given)
-    calls.check(state, op, call)
     if torch.compiler.is_compiling():
+        calls.check(state, op, call)
         readings = memory_state_advance(*call, state._handle, op)
     else:
+        calls.check_once(state, op, call)
         readings = _advance(state, op, call)
     return readings[:, 0] if one_token else readings
 

@@ -54,6 +54,7 @@ class Places(NamedTuple):
     read: np.ndarray  # int32 [n, R]
     changes: np.ndarray  # int32 [any, 4]
     change_start: np.ndarray  # int64 [L + 1]: lane l has changes change_start[l] : change_start[l + 1]
+    seen: np.ndarray  # int64 [B], zero before: tokens that are not padding
 
 
 @kernel
@@ -79,6 +80,8 @@ def resolve(
             token = ((lane // heads) * tokens + t) * heads + lane % heads
             if padded[token]:
                 continue
+            if lane % heads == 0:
+                places.seen[lane // heads] += 1
             for w in range(write_slots.shape[1]):
                 slot = write_slots[token, w]
                 at = _find(table, lane, slot)
@@ -209,3 +212,13 @@ def rehash(table, larger, filled):
                 larger[lane, at, 0] = table[lane, place, 0]
                 larger[lane, at, 1] = table[lane, place, 1]
                 filled[lane] += 1
+
+
+@kernel
+def insert(table, filled, lane, slot, row):
+    """Give slots that an (emptied, large enough) index does not have yet their rows."""
+    for i in range(lane.shape[0]):
+        at = _find(table, lane[i], slot[i])
+        table[lane[i], at, 0] = slot[i]
+        table[lane[i], at, 1] = row[i]
+        filled[lane[i]] += 1

@@ -38,13 +38,13 @@ class Paged(NamedTuple):
 
 @kernel
 def sparse_delta_paged(
-    lo, hi, tile_columns, heads, tokens, num_slots, paged, x, padded, write_places, read_places, changes, change_start,
-    saved, readings, per_slot, rounding,
+    lo, hi, tile_columns, heads, tokens, num_slots, paged, x, places, saved, readings, per_slot, rounding
 ):  # fmt: skip
-    """Run jobs [lo, hi); job = lane * tiles + tile. Places and changes are those of overlay.resolve."""
+    """Run jobs [lo, hi); job = lane * tiles + tile. `places` is what overlay.resolve found."""
     x, saved = borrow_tokens(x), borrow_saved(saved)
     origin, page_at, readings = borrowed(paged.origin), borrowed(paged.page_at), borrowed(readings)
-    write_places, read_places, changes = borrowed(write_places), borrowed(read_places), borrowed(changes)
+    padded, change_start = borrowed(places.padded), borrowed(places.change_start)
+    write_places, read_places, changes = borrowed(places.write), borrowed(places.read), borrowed(places.changes)
     width, writes = x.values.shape[1], x.write_slots.shape[1]
     tiles = (width + tile_columns - 1) // tile_columns
     scratch = np.empty((2, writes), x.values.dtype)

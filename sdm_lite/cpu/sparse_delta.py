@@ -75,7 +75,7 @@ def sparse_delta_paged(
 
     def job(lo: int, hi: int) -> None:
         paged.sparse_delta_paged(
-            lo, hi, tile_columns, heads, tokens, num_slots, memory_pages, x, *places, nothing, flat_readings, per_slot,
+            lo, hi, tile_columns, heads, tokens, num_slots, memory_pages, x, places, nothing, flat_readings, per_slot,
             rounding,
         )  # fmt: skip
 

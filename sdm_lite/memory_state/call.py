@@ -39,7 +39,7 @@ def run(state: MemoryState, op: str, given: tuple, *, one_token: bool) -> Any:
         return torch_state.run(state, op, given, one_token)
     views = [arrays.to_numpy(op, name, x) for name, x in zip(DeltaInputs._fields, given)]
     call = lifted(op, views) if one_token else views
-    check(state, op, call)
+    check_once(state, op, call)
     compute = state._initial.compute
     inputs = DeltaInputs(
         arrays.to_float(call[0], compute),
@@ -71,6 +71,14 @@ def check(state: MemoryState, op: str, call: list) -> None:
     validate.check_delta(op, *call, like, None, in_place=True)
 
 
+def check_once(state: MemoryState, op: str, call: list) -> None:
+    """Check the call's metadata, unless the last call that passed had the same: decoding repeats itself."""
+    seen = (state.batch, *[(x.shape, x.dtype) for x in call])
+    if seen != state._checked:
+        check(state, op, call)
+        state._checked = seen
+
+
 def advance(state: MemoryState, op: str, inputs: DeltaInputs) -> np.ndarray:
     """Run the tokens of canonical inputs, whose values are not checked yet, and return the readings."""
     if inputs.log_decay.ndim == 3:
@@ -91,9 +99,7 @@ def advance(state: MemoryState, op: str, inputs: DeltaInputs) -> np.ndarray:
         finally:
             with pool.lock:
                 log.replaced(pool, places.changes)
-            if inputs.values.size:
-                seen = ~places.padded.reshape(inputs.beta.shape)[:, :, 0]
-                state._tokens = state._tokens + seen.sum(axis=1)
+            state._tokens = state._tokens + places.seen
 
 
 def _resolve(state: MemoryState, op: str, inputs: DeltaInputs) -> overlay.Places:
@@ -110,6 +116,7 @@ def _resolve(state: MemoryState, op: str, inputs: DeltaInputs) -> overlay.Places
         np.empty((count, reads), np.int32),
         np.empty((batch * heads * most, 4), np.int32),
         np.empty(batch * heads + 1, np.int64),
+        np.zeros(batch, np.int64),
     )
     flat = [x.reshape(count, x.shape[-1]) for x in (inputs.write_slots, inputs.read_slots, inputs.log_decay)]
 

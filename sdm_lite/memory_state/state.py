@@ -91,6 +91,7 @@ class MemoryState:
         self._initial, self._pool, self._options = initial, pool, options
         self._log = UndoLog()
         self._alone = _Alone()
+        self._checked: tuple = ()  # metadata of the last call that passed the checks
         self._handle: Any = None
         if initial.kind == "torch":
             from .. import torch_state
@@ -323,7 +324,7 @@ class MemoryState:
             files.save(self, path, base, snapshot_dtype)
 
     @staticmethod
-    def load(path: Any, *, initial: Any, max_bytes: int | None = None) -> MemoryState:
+    def load(path: Any, *, initial: Any, dtype: Any = None, max_bytes: int | None = None) -> MemoryState:
         """Return the state that :meth:`save` wrote, over the same initial memory.
 
         Parameters
@@ -331,6 +332,8 @@ class MemoryState:
         path : path
         initial : array [H, N, D], or tuple (H, N, D) for zeros
             What the saved state had; its hash is checked.
+        dtype : dtype or None
+            As for a new state (None: the file's); ``torch.float32`` makes a state of torch tensors over zeros.
         max_bytes : int or None
             As for a new state.
 
@@ -343,7 +346,7 @@ class MemoryState:
         StateFull, BackendError
             Where `max_bytes` is too small; where safetensors is not installed.
         """
-        return files.load(path, initial, max_bytes)
+        return files.load(path, initial, dtype, max_bytes)
 
     def _entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (lane, slot, row) of every row owned, by lane and slot."""
