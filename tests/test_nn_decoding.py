@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from caches import same_cache
 
 from sdm_lite.errors import ValueRangeError
 from sdm_lite.nn import SMALL_MODEL_OPTIONS, HybridLM, HybridState, stream_tokens
@@ -28,19 +29,6 @@ def build(name, seed=0, vocab=5, **options):
 
 def prompt(batch, count, vocab=5, seed=1):
     return torch.randint(vocab, (batch, count), generator=torch.Generator().manual_seed(seed))
-
-
-def same_cache(one, two):
-    """Whether two caches hold the same bits."""
-    for mine, other in zip(one.layers, two.layers, strict=True):
-        if mine.position != other.position or mine.taps.keys() != other.taps.keys():
-            return False
-        pairs = [(mine.taps[name], other.taps[name]) for name in mine.taps]
-        pairs += [(mine.keys, other.keys), (mine.values, other.values)]
-        pairs.append(tuple(x.dense() if hasattr(x, "dense") else x for x in (mine.memory, other.memory)))
-        if not all(a is b is None or torch.equal(a, b) for a, b in pairs):
-            return False
-    return torch.equal(one.recent, two.recent)
 
 
 # ---------------------------------------------------------------- drafts

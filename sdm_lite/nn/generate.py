@@ -50,8 +50,8 @@ def generate(
         probabilities. Ties go to the better beam, then to the lower token.
     speculative : bool or "batched"
         True: draft tokens from n-grams seen before and check several in one pass; the tokens are the greedy ones,
-        exactly, and so is the cache. "batched": check them in larger products, which round differently, so that nearly
-        tied tokens may, rarely, change places; faster where True is not (docs/decoding.md).
+        exactly, and so is the cache. "batched": check them in fewer and larger products, which round differently, so
+        that nearly tied tokens may, rarely, change places. docs/decoding.md says when which can pay.
     cache : HybridState or None
         Continue the sequences that it has seen, and leave in it the state after the last returned token.
 
