@@ -15,6 +15,9 @@ Doors (the same names, parameters and defaults in every room; a test compares th
     sparse_delta_update(inputs, state, options) -> readings                state [S, H, N, D] in place
     sparse_delta_backward(inputs, options, saved, dreadings, dfinal, state_shape) -> DeltaGradients
         dfinal is None where the final state has no gradient; state_shape is None where none is wanted for the state
+
+:class:`sdm_lite.MemoryState` is no door: an index of rows, their pages and the kernels over both belong together, and
+exist in the cpu room alone (cpu/overlay.py, cpu/paged.py).
 """
 
 from __future__ import annotations

@@ -60,5 +60,20 @@ def test_suites_are_collected():
     pytest.importorskip("pytest_benchmark")
     result = run("-m", "pytest", "benchmarks", "--collect-only", "--quiet")
     assert result.returncode == 0, result.stdout + result.stderr
-    for suite in ("bench_addressing", "bench_delta", "bench_layer", "bench_costs", "bench_decoding"):
+    for suite in ("bench_addressing", "bench_delta", "bench_layer", "bench_costs", "bench_state", "bench_decoding"):
         assert f"benchmarks/{suite}.py::" in result.stdout
+
+
+def test_tables_of_a_state_at_a_small_size():
+    pytest.importorskip("torch")
+    code = """
+import torch
+from benchmarks.state_costs import bytes_owned, drift
+
+skewed, uniform = (bytes_owned(slots, (100, 300), 1, 4096, 4, 8) for slots in ("skewed", "uniform"))
+assert 0 < skewed[0] < uniform[0] < uniform[1] < 4096 * 4 * 4 and skewed[0] < skewed[1] < uniform[1]
+single, half = (drift(dtype, (100, 200), 0.95, 64, 8, 4) for dtype in (torch.float32, torch.bfloat16))
+assert max(single) < 1e-5 < min(half) < 0.1
+"""
+    result = run("-c", code)
+    assert result.returncode == 0, result.stderr

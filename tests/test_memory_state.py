@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import pathlib
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -427,3 +430,15 @@ def test_the_op_keeps_its_promises_to_torch(rng):
     torch.library.opcheck(
         torch_state.memory_state_advance, (*call, state._handle, "test"), test_utils=("test_schema", "test_faketensor")
     )
+
+
+# ---- the page ---------------------------------------------------------------------------------------------------
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def test_the_page_shows_what_the_example_prints(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "fork_and_rollback.py")]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert f"```text\n{result.stdout}```" in (ROOT / "docs" / "state.md").read_text()

@@ -24,8 +24,10 @@ import numpy as np
 from ..arrays import narrow_bf16, widen_bf16
 from ..cpu import overlay
 from ..errors import BackendError, FileError, FileFormatError, ValueRangeError, message
+from ..rooms import DeltaOptions
 from ..whole_files import write_whole
 from .initial import Initial
+from .pool import new_pool
 
 if TYPE_CHECKING:
     from .state import MemoryState
@@ -35,6 +37,7 @@ EXACT, BF16 = "exact", "approximate: bf16"
 _LONGEST_CHAIN = 64  # files, each the base of the next
 _ARRAYS = {"tokens": "I64", "owned": "I64", "slots": "I32", "source": "I64", "rows": None}
 _ROWS = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "U16"}
+_NUMPY = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "U16": np.uint16}
 
 
 class Contents(NamedTuple):
@@ -106,14 +109,9 @@ def load(path: Any, initial: Any, dtype: Any, max_bytes: int | None) -> MemorySt
     if contents.initial != first.digest():
         given, saved = (digest[:16] for digest in (first.digest(), contents.initial))
         _mismatch(op, path, "hash of the initial memory", f"{given} (the one given)", f"{saved} in the file")
-    heads, slots, width = first.shape
-    state = MemoryState(
-        initial,
-        config["batch"],
-        dtype=first.dtype if dtype is None else dtype,
-        rule=config["rule"],
-        max_bytes=max_bytes,
-    )
+    options = DeltaOptions(config["rule"], state_dtype=first.dtype)
+    state = MemoryState.__new__(MemoryState)
+    state._open(first, new_pool(first, max_bytes), options)
     state._follow(contents.tokens)
     _fill(op, state, contents)
     return state
@@ -142,18 +140,21 @@ def _fill(op: str, state: MemoryState, contents: Contents) -> None:
     pool.hold(state._index.table, 1)
 
 
-def read(op: str, path: Path) -> Contents:
-    """Return what a file and its base files hold, or raise FileFormatError or FileError."""
-    return _read(op, path, ())
-
-
-def _read(op: str, path: Path, after: tuple[str, ...]) -> Contents:
+def read(op: str, path: Path, after: tuple[str, ...] = ()) -> Contents:
+    """Return what a file (the base of those `after`) and its base files hold, or raise FileFormatError or FileError."""
     metadata, arrays = _open(op, path)
     config = _configuration(op, path, metadata)
     tokens, owned, slots, source, rows = (arrays[name] for name in _ARRAYS)
     lanes = config["batch"] * config["heads"]
-    good = tokens.shape == (config["batch"],) and owned.shape == (lanes,) and slots.ndim == 1 == source.ndim
-    good = good and rows.ndim == 2 and rows.shape[1] == config["width"] and len(slots) == len(source)
+    kind = _ROWS["bfloat16" if metadata["stored"] == BF16 else config["dtype"]]
+    good = tokens.shape == (config["batch"],) and owned.shape == (lanes,) and slots.ndim == source.ndim == 1
+    good = (
+        good
+        and rows.dtype == _NUMPY[kind]
+        and rows.ndim == 2
+        and rows.shape[1] == config["width"]
+        and len(slots) == len(source)
+    )
     good = good and (tokens >= 0).all() and (owned >= 0).all() and (owned <= config["slots"]).all()
     if not good or int(owned.sum()) != len(slots):
         _damaged(op, path, "arrays that do not fit together")
@@ -166,9 +167,10 @@ def _read(op: str, path: Path, after: tuple[str, ...]) -> Contents:
     if metadata.get("base") is not None:
         if len(after) >= _LONGEST_CHAIN:
             _damaged(op, path, f"a chain of more than {_LONGEST_CHAIN} base files")
-        base = _read(op, _sibling(op, path, metadata["base"]), (*after, path.name))
-        if base.digest != metadata.get("base_sha256") or base.stored != stored or base.rows.dtype != rows.dtype:
-            _mismatch(op, path, "base file", f"hash {base.digest[:16]} ({base.chain[0]})", metadata["base_sha256"][:16])
+        base = read(op, _sibling(op, path, metadata["base"]), (*after, path.name))
+        wanted = metadata.get("base_sha256", "none")
+        if base.digest != wanted or base.stored != stored or base.rows.dtype != rows.dtype:
+            _mismatch(op, path, "base file", f"hash {wanted[:16]}", f"{base.digest[:16]} ({base.chain[0]})")
         entry = -1 - source
         old = source < 0
         if (entry >= len(base.row)).any() or base.rows.shape[1:] != rows.shape[1:]:
@@ -212,9 +214,15 @@ def _configuration(op: str, path: Path, metadata: dict[str, str]) -> dict[str, A
     text = metadata.get("configuration", "")
     if metadata.get("configuration_sha256") != hashlib.sha256(text.encode()).hexdigest():
         _damaged(op, path, "a configuration with another hash")
-    config = json.loads(text)
-    if metadata.get("stored") not in (EXACT, BF16) or "initial_sha256" not in metadata:
-        _damaged(op, path, f"stored {metadata.get('stored')!r:.40}")
+    try:
+        config = json.loads(text)
+        sizes = [config[name] for name in ("batch", "heads", "slots", "width")]
+        good = len(config) == 6 and all(type(size) is int and 0 <= size < 2**40 for size in sizes)
+        good = good and config["dtype"] in _ROWS and config["rule"] in ("shared", "per_slot")
+    except (ValueError, TypeError, KeyError, RecursionError):
+        good = False
+    if not good or metadata.get("stored") not in (EXACT, BF16) or "initial_sha256" not in metadata:
+        _damaged(op, path, "a configuration that is not one of a state")
     return config
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from ..cpu import memory, overlay
 from ..cpu.paged import Paged
 from ..errors import StateFull, message
+from .initial import Initial
 
 PAGE_BYTES = 1 << 18  # a page has a power of two rows, and about this many bytes
 _FEWEST_ROWS = 16
@@ -114,3 +115,9 @@ class RowPool:
         for there in np.split(order, cuts):
             if len(there):
                 yield self.pages[rows[there[0]] >> self.page_bits], there, rows[there] & ((1 << self.page_bits) - 1)
+
+
+def new_pool(initial: Initial, max_bytes: int | None) -> RowPool:
+    """Return an empty pool of rows like those of an initial memory."""
+    heads, slots, width = initial.shape
+    return RowPool(width, initial.storage, heads * slots, max_bytes)

@@ -15,7 +15,7 @@ from ..rooms import DeltaOptions
 from . import call as calls
 from . import files
 from .initial import Initial
-from .pool import RowPool
+from .pool import RowPool, new_pool
 from .undo import ROW, Index, Mark, UndoLog
 
 
@@ -78,9 +78,8 @@ class MemoryState:
         first = Initial(op, initial, dtype)
         options = DeltaOptions(rule, state_dtype=first.dtype)
         validate.check_options(op, options)
-        heads, slots, width = first.shape
-        self._open(first, RowPool(width, first.storage, heads * slots, max_bytes), options)
-        self._index = _empty_index(batch * heads)
+        self._open(first, new_pool(first, max_bytes), options)
+        self._index = _empty_index(batch * first.shape[0])
         self._follow(np.zeros(batch, np.int64))
 
     def _follow(self, tokens: np.ndarray) -> None:
@@ -346,7 +345,8 @@ class MemoryState:
         StateFull, BackendError
             Where `max_bytes` is too small; where safetensors is not installed.
         """
-        return files.load(path, initial, dtype, max_bytes)
+        limit = None if max_bytes is None else _count("MemoryState.load", "max_bytes", max_bytes)
+        return files.load(path, initial, dtype, limit)
 
     def _entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (lane, slot, row) of every row owned, by lane and slot."""
