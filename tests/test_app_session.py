@@ -26,6 +26,15 @@ def write_checkpoint(folder, **settings):
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Small products gain nothing from threads, and on a busy machine threads wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("runs") / "one")

@@ -20,6 +20,15 @@ LAYERS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Small products gain nothing from threads, and on a busy machine threads wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def build(name, seed=0, vocab=5, **options):
     torch.manual_seed(seed)
     layers = LAYERS[name]

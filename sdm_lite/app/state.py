@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from ..arrays import widen_bf16
 from ..memory_state import files as memory_files
 from ..nn import cache_files
 from .mistakes import mistake
@@ -50,7 +52,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """Print sequences, tokens, rows and slots of a file, and draw the use of slots; return the exit code."""
     path = Path(options.file)
     tokens, memories = read(path)
-    table = Table(title=str(path), title_justify="left")
+    table = Table(title=Text(str(path)), title_justify="left")
     for name in ("sequence", "tokens", *(f"rows owned, layer {one.layer}" for one in memories), "bytes owned"):
         table.add_column(name, justify="right")
     for index, count in enumerate(tokens):
@@ -65,13 +67,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
             f" {config['dtype']}; rule {config['rule']}",
             highlight=False,
         )
-        for head, slot, owners, length in one.most_written():
-            console.print(
-                f"  head {head} slot {slot}: written by {owners}, row of length {length:.4g}", highlight=False
-            )
+        for head, slot, owners, length in one.most_used():
+            line = f"  head {head} slot {slot}: written by {owners} of {len(tokens)}, row of length {length:.4g}"
+            console.print(line, highlight=False)
     if options.plot is not None:
         _plot(Path(options.plot), path, memories)
-        console.print(f"wrote {options.plot}", highlight=False)
+        console.print(f"wrote {options.plot}", highlight=False, markup=False)
     return 0
 
 
@@ -87,7 +88,7 @@ def read(path: Path) -> tuple[list[int], list[SlotUse]]:
 def _use(layer: int, contents: memory_files.Contents) -> SlotUse:
     rows = contents.rows
     if rows.dtype == np.uint16:
-        rows = memory_files.widen_bf16(rows)
+        rows = widen_bf16(rows)
     lengths = np.sqrt((rows.astype(np.float64) ** 2).sum(axis=1))
     lane, slots = contents.lane, contents.slots
     return SlotUse(layer, contents.configuration, contents.tokens, lane, slots, lengths[contents.row])
