@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,13 +160,13 @@ def _built(path: Path, tensors: dict[str, Tensor], model: HybridLM) -> HybridSta
             raise _damaged(path, f"{name} as int64 from {low}", f"{x.dtype} from {x.min() if x.numel() else 'nothing'}")
     longest = int(positions.max()) if positions.numel() else 0
     layers = []
-    for index, block in enumerate(model.blocks):
+    for index, block in enumerate(_blocks(model)):
         prefix = f"layers.{index}."
         mine = {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
         taps = {name[len("taps.") :]: x for name, x in mine.items() if name.startswith("taps.")}
         layer = MixerState(tidy(positions), mine.get("memory"), taps, mine.get("keys"), mine.get("values"))
         if layer.keys is not None:
-            window: Any = block.mixer.window
+            window = block.mixer.window
             wanted = longest if window is None else min(longest, window - 1)
             if layer.keys.shape[2] != wanted:
                 raise _damaged(path, f"{wanted} cached tokens in layer {index}", str(layer.keys.shape[2]))
@@ -205,7 +205,7 @@ def _check_shapes(path: Path, shapes: dict[str, _SIZES], model: HybridLM) -> Non
     """Raise unless the tensors are those that the model's layers have, before one is read."""
     batch = shapes.get("recent", (0,))[0]
     expected: dict[str, tuple[int | None, ...]] = {"recent": (batch, 3), "positions": (batch,)}
-    for index, block in enumerate(model.blocks):
+    for index, block in enumerate(_blocks(model)):
         parts = layer_shapes(block.mixer, block.kind, batch)
         if block.kind == "sdm":  # dense, copy-on-write, or not there where nothing was written
             kept = [name for name in ("memory", "memory_file") if f"layers.{index}.{name}" in shapes][:1]
@@ -217,6 +217,10 @@ def _check_shapes(path: Path, shapes: dict[str, _SIZES], model: HybridLM) -> Non
             raise _damaged(path, f"{name} of shape {wanted}", f"shape {shape}")
         if any(size is not None and size != got for size, got in zip(wanted, shape)):
             raise _damaged(path, f"{name} of shape {wanted}", f"shape {shape}")
+
+
+def _blocks(model: HybridLM) -> Iterable[Any]:
+    return model.blocks
 
 
 def layer_shapes(mixer: Any, kind: str, batch: int) -> dict[str, tuple[int | None, ...]]:

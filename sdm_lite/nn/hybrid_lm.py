@@ -269,7 +269,7 @@ class HybridLM(nn.Module):
         top_k: int | None = None,
         seed: int | None = None,
         num_beams: int = 1,
-        speculative: bool = False,
+        speculative: bool | str = False,
         cache: HybridState | None = None,
     ) -> Tensor:
         """Continue `ids` token by token, each step from the layers' states: see :func:`sdm_lite.nn.generate`."""
