@@ -60,7 +60,7 @@ def test_suites_are_collected():
     pytest.importorskip("pytest_benchmark")
     result = run("-m", "pytest", "benchmarks", "--collect-only", "--quiet")
     assert result.returncode == 0, result.stdout + result.stderr
-    for suite in ("bench_addressing", "bench_delta", "bench_layer", "bench_costs", "bench_state"):
+    for suite in ("bench_addressing", "bench_delta", "bench_layer", "bench_costs", "bench_state", "bench_decoding"):
         assert f"benchmarks/{suite}.py::" in result.stdout
 
 

@@ -26,6 +26,7 @@ def parser() -> Parser:
     _add_recall(commands)
     _add_demo(commands)
     _add_generate(commands)
+    _add_state(commands)
     doctor = commands.add_parser("doctor", help="say what this machine has, compile and check the ops")
     doctor.set_defaults(run=_doctor)
     return top
@@ -117,15 +118,22 @@ def _add_generate(commands: Any) -> None:
     add("--checkpoint", required=True, type=path, metavar="DIR", help="folder of a run")
     add("--prompt", required=True, metavar="TEXT")
     add("--tokens", type=whole(0), default=256, metavar="N", help="bytes to add (default 256)")
-    add(
-        "--temperature",
-        type=number(0, low_too=True),
-        default=0.8,
-        metavar="X",
-        help="0: always the likeliest byte (default 0.8)",
-    )
+    add("--temperature", type=number(0, low_too=True), metavar="X", help="0: always the likeliest byte (default 0.8)")
     add("--seed", type=seed, metavar="N", help="of the draws (default: another each time)")
+    add("--session", type=path, metavar="FILE", help="go on with the conversation in FILE, and keep it there")
+    add("--beams", type=whole(1), default=1, metavar="N", help="search with N beams instead of drawing bytes")
+    speculative = "the likeliest bytes, several checked in one pass; batched: up to near ties"
+    add("--speculative", nargs="?", const=True, default=False, choices=("batched",), help=speculative)
     add("--threads", type=whole(1), metavar="N", help="threads (default: torch's choice)")
+
+
+def _add_state(commands: Any) -> None:
+    state = commands.add_parser("state", help="look into saved states and sessions")
+    verbs = state.add_subparsers(dest="verb", metavar="VERB", required=True)
+    show = verbs.add_parser("show", help="sequences, tokens, rows owned, most-written slots")
+    show.set_defaults(run=_state)
+    show.add_argument("file", metavar="FILE")
+    show.add_argument("--plot", metavar="PNG", help="draw which slots are in use")
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -154,6 +162,13 @@ def _generate(options: argparse.Namespace) -> int:
     from . import generate
 
     return generate.run(options)
+
+
+def _state(options: argparse.Namespace) -> int:
+    require("state show", *_CLI)
+    from . import state
+
+    return state.run(options, _console())
 
 
 def _doctor(options: argparse.Namespace) -> int:

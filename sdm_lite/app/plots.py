@@ -72,6 +72,19 @@ def recall_picture(path: Path, runs: dict[str, dict[str, float]], trained: int, 
     _picture(path, draw, "Recall of key-value pairs", caption)
 
 
+def slots_picture(path: Path, memories: dict[str, tuple[np.ndarray, np.ndarray]], caption: str) -> None:
+    """Draw the rows that `memories` (label to slots and lengths of rows) own, by slot."""
+
+    def draw(axes: Any) -> None:
+        for index, (name, (slots, lengths)) in enumerate(memories.items()):
+            mark = _MARKS[index % len(_MARKS)]
+            axes.plot(slots, lengths, linestyle="", marker=mark, markersize=3, label=f"{name}: {len(slots):,} rows")
+        axes.set_xlabel("slot")
+        axes.set_ylabel("length of the row")
+
+    _picture(path, draw, "Slots in use", caption)
+
+
 def _picture(path: Path, draw: Callable[[Any], None], title: str, caption: str) -> None:
     figure = Figure(figsize=(7, 4.6), layout="constrained")
     axes = figure.add_subplot()

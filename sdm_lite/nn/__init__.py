@@ -11,16 +11,18 @@ if _find_spec("torch") is None:
 
 from .accounting import flops_per_token, parameter_counts, state_elements
 from .attention import FullAttention, SlidingWindowAttention
+from .cache import CacheMark, HybridState
 from .gated_delta_net import GatedDeltaNet, gated_delta_rule
 from .generate import generate, stream_tokens
 from .groups import hidden_matrices, parameter_groups
-from .hybrid_lm import SMALL_MODEL_OPTIONS, HybridLM, HybridState
+from .hybrid_lm import SMALL_MODEL_OPTIONS, HybridLM
 from .short_conv import GatedShortConv, ShortConv
 from .sparse_delta_memory import SparseDeltaMemory
 from .state import MixerState
 
 __all__ = [
     "SMALL_MODEL_OPTIONS",
+    "CacheMark",
     "FullAttention",
     "GatedDeltaNet",
     "GatedShortConv",

@@ -9,19 +9,21 @@ from torch import Tensor, nn
 from ..errors import ValueRangeError, message
 from .checks import check_vectors
 from .gates import check_divides
-from .state import MixerState, wants_state
+from .state import MixerState, positions_of, refuse_gradients, wants_state
 
 
-def rotate(x: Tensor, position: int, base: float = 10_000.0) -> Tensor:
-    """Return x [B, H, T, head_dim] with rotary positions `position`, `position` + 1, ... applied.
+def rotate(x: Tensor, position: int | Tensor, base: float = 10_000.0) -> Tensor:
+    """Return x [B, H, T, head_dim] with rotary positions `position` (an int, or int64 [B]), + 1, ... applied.
 
     The pair (x_i, x_{i + half}) turns by the angle position * base ** (-i / half).
     """
     half = x.shape[-1] // 2
-    steps = torch.arange(position, position + x.shape[-2], device=x.device, dtype=torch.float32)
+    steps = positions_of(position, x.shape[-2], x.device).to(torch.float32)
     rates = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = steps[:, None] * rates
+    angles = steps[..., None] * rates
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    if cos.ndim == 3:  # positions of each sequence, the same for its heads
+        cos, sin = cos[:, None], sin[:, None]
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -30,6 +32,39 @@ def _band(queries: int, keys: int, window: int | None, device: torch.device) -> 
     """Return bool [queries, keys]: which keys a query sees when the last query stands at the last key."""
     distance = torch.arange(queries, device=device)[:, None] + (keys - queries) - torch.arange(keys, device=device)
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def _empty_columns(position: int | Tensor, cached: int) -> Tensor | None:
+    """Return how many cached columns lie before each sequence's first token, [B], or None where none does."""
+    if not isinstance(position, Tensor) or bool((position >= cached).all()):
+        return None
+    return (cached - position).clamp(min=0)
+
+
+def _room(state: MixerState, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return buffers that begin with the state's keys and values and have room for `k` and `v` behind them.
+
+    Capacity doubles, so that a token is copied once on the average. Columns once filled are never written again
+    while a mark may refer to them: going back to it only makes `keys` and `values` shorter.
+    """
+    cached = 0 if state.keys is None else state.keys.shape[2]
+    needed = cached + k.shape[2]
+    if state.room is not None and state.room[0].shape[2] >= needed and state.room[0].dtype == k.dtype:
+        return state.room
+    buffers = []
+    for past, new in ((state.keys, k), (state.values, v)):
+        buffer = new.new_empty(*new.shape[:2], max(2 * cached, needed, 64), new.shape[3])
+        if past is not None:
+            buffer[:, :, :cached] = past
+        buffers.append(buffer)
+    return buffers[0], buffers[1]
+
+
+def _append(buffer: Tensor, cached: int, new: Tensor) -> Tensor:
+    """Write `new` behind the first `cached` columns and return the columns filled so far, a view."""
+    end = cached + new.shape[2]
+    buffer[:, :, cached:end] = new
+    return buffer[:, :, :end]
 
 
 class _Attention(nn.Module):
@@ -57,7 +92,10 @@ class _Attention(nn.Module):
     def forward(
         self, x: Tensor, state: MixerState | None = None, *, return_state: bool | None = None, inplace: bool = False
     ) -> tuple[Tensor, MixerState | None]:
-        """Return (y [B, T, dim], state); the arguments are those of SparseDeltaMemory (`inplace` changes nothing)."""
+        """Return (y [B, T, dim], state); the arguments are those of SparseDeltaMemory.
+
+        With `inplace` and no window, the cache grows in buffers with room instead of being copied at each call.
+        """
         check_vectors(type(self).__name__, x, self.dim, self.q_proj.weight)
         hand_back = wants_state(self, x, state, return_state, inplace, cache=(self.num_kv_heads, self.head_dim))
         state = MixerState() if state is None else state
@@ -67,19 +105,36 @@ class _Attention(nn.Module):
         )
         if self.rope:
             q, k = rotate(q, state.position), rotate(k, state.position)
-        if state.keys is not None and state.values is not None:
+        cached = 0 if state.keys is None else state.keys.shape[2]
+        grows = inplace and hand_back and self.window is None and x.shape[1] > 0
+        if grows:
+            refuse_gradients(type(self).__name__, "state", self)
+        room = _room(state, k, v) if grows else None
+        if room is not None:
+            k, v = (_append(buffer, cached, new) for buffer, new in zip(room, (k, v)))
+        elif state.keys is not None and state.values is not None:
             k = torch.cat([state.keys.to(k.dtype), k], dim=2)
             v = torch.cat([state.values.to(v.dtype), v], dim=2)
-        y = self._attend(q, k, v).transpose(1, 2).flatten(2) if x.shape[1] else x
+        empty = _empty_columns(state.position, cached)
+        y = self._attend(q, k, v, empty).transpose(1, 2).flatten(2) if x.shape[1] else x
         after = None
         if hand_back:
             kept = k.shape[2] if self.window is None else min(k.shape[2], self.window - 1)
-            keys, values = (part[:, :, part.shape[2] - kept :].clone() for part in (k, v))
-            after = MixerState(state.position + x.shape[1], keys=keys, values=values)
+            keys, values = (part[:, :, part.shape[2] - kept :] for part in (k, v))
+            if room is None:
+                keys, values = keys.clone(), values.clone()
+            after = MixerState(state.position + x.shape[1], keys=keys, values=values, room=room)
         return self.o_proj(y), after
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, empty: Tensor | None) -> Tensor:
+        """Return [B, H, T, head_dim]; `empty` [B]: how many of the first columns hold no token of a sequence."""
         raise NotImplementedError
+
+    def _ragged(self, q: Tensor, k: Tensor, v: Tensor, empty: Tensor) -> Tensor:
+        """Attend where sequences have seen different numbers of tokens: one mask over all columns."""
+        there = torch.arange(k.shape[2], device=q.device) >= empty[:, None]
+        mask = _band(q.shape[2], k.shape[2], self.window, q.device) & there[:, None]
+        return self._sdpa(q, k, v, mask[:, None])
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         grouped = self.num_kv_heads != self.num_heads
@@ -127,7 +182,9 @@ class SlidingWindowAttention(_Attention):
             raise ValueRangeError(message("SlidingWindowAttention", "window", expected, str(window), fix))
         self.window = window
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, empty: Tensor | None) -> Tensor:
+        if empty is not None:
+            return self._ragged(q, k, v, empty)
         T, w, cached = q.shape[2], int(self.window or 0), k.shape[2] - q.shape[2]
         if T <= w:  # one block, without padding it: decoding, short sequences
             return self._sdpa(q, k, v, None if T == 1 else _band(T, k.shape[2], w, q.device))
@@ -168,7 +225,9 @@ class FullAttention(_Attention):
     def __init__(self, dim: int, num_heads: int, num_kv_heads: int | None = None, rope: bool = True) -> None:
         super().__init__(dim, num_heads, num_kv_heads, rope)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, empty: Tensor | None) -> Tensor:
+        if empty is not None:
+            return self._ragged(q, k, v, empty)
         if q.shape[2] == k.shape[2]:
             return self._sdpa(q, k, v, causal=True)
         return self._sdpa(q, k, v, None if q.shape[2] == 1 else _band(q.shape[2], k.shape[2], None, q.device))

@@ -1,16 +1,19 @@
-"""Sampling from a language model, one token at a time."""
+"""Decoding from a language model: greedy and sampled, one token at a time; beams and drafts have their own files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .. import validate
 from ..errors import ShapeError, ValueRangeError, message
+from .beams import beam_search
+from .cache import HybridState
 from .checks import check_ids
+from .speculative import EXACT, MODES, speculate
 
 if TYPE_CHECKING:
     from .hybrid_lm import HybridLM
@@ -27,8 +30,8 @@ def generate(
     top_k: int | None = None,
     seed: int | None = None,
     num_beams: int = 1,
-    speculative: bool = False,
-    cache: Any = None,
+    speculative: bool | str = False,
+    cache: HybridState | None = None,
 ) -> Tensor:
     """Return the prompt and its continuation.
 
@@ -44,10 +47,15 @@ def generate(
         Draw from the k most likely tokens only.
     seed : int or None
         Of the draws; None: torch's global generator.
-    num_beams, speculative
-        1 and False in this release.
+    num_beams : int
+        More than 1: of the so many likeliest beginnings that each step keeps, the one with the largest sum of log
+        probabilities. Ties go to the better beam, then to the lower token.
+    speculative : bool or "batched"
+        True: draft tokens from n-grams seen before and check several in one pass; the tokens are the greedy ones,
+        exactly, and so is the cache. "batched": check them in fewer and larger products, which round differently, so
+        that nearly tied tokens may, rarely, change places. docs/decoding.md says when which can pay.
     cache : HybridState or None
-        Continue the sequence that it has seen, and leave in it the state after the last returned token.
+        Continue the sequences that it has seen, and leave in it the state after the last returned token.
 
     Returns
     -------
@@ -64,11 +72,24 @@ def generate(
     >>> model.generate(torch.tensor([[104, 105]]), 3).shape
     torch.Size([1, 5])
     """
-    if num_beams != 1 or speculative:
-        name, got = ("num_beams", str(num_beams)) if num_beams != 1 else ("speculative", "True")
-        raise ValueRangeError(message(_NAME, name, "1 and False: sampling only in this release", got, "leave it out"))
-    stream = stream_tokens(model, ids, max_new_tokens, temperature=temperature, top_k=top_k, seed=seed, cache=cache)
-    return torch.cat([ids, *(token[:, None] for token in stream)], dim=1)
+    if num_beams == 1:
+        stream = stream_tokens(
+            model,
+            ids,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            speculative=speculative,
+            cache=cache,
+        )
+        return torch.cat([ids, *(token[:, None] for token in stream)], dim=1)
+    _check(model, ids, max_new_tokens, temperature, top_k)
+    _check_greedy("num_beams", num_beams, temperature, top_k)
+    if num_beams < 1 or speculative:
+        expected = "1 or more, and speculative=False with more than 1"
+        raise ValueRangeError(message(_NAME, "num_beams", expected, str(num_beams), "leave one of them out"))
+    return torch.cat([ids, beam_search(model, ids, max_new_tokens, num_beams, cache)], dim=1)
 
 
 def stream_tokens(
@@ -79,9 +100,23 @@ def stream_tokens(
     temperature: float = 0.0,
     top_k: int | None = None,
     seed: int | None = None,
-    cache: Any = None,
+    speculative: bool | str = False,
+    cache: HybridState | None = None,
 ) -> Iterator[Tensor]:
     """Yield the new tokens [B] one by one; the arguments are those of :func:`generate`."""
+    _check(model, ids, max_new_tokens, temperature, top_k, seed)
+    if not speculative:
+        return _stream(model, ids, max_new_tokens, temperature, top_k, seed, cache)
+    if speculative not in MODES:
+        got, fix = repr(speculative), "name one of these"
+        raise ValueRangeError(message(_NAME, "speculative", f"False or one of {MODES}", got, fix))
+    _check_greedy("speculative", speculative, temperature, top_k)
+    return speculate(model, ids, max_new_tokens, speculative is EXACT, cache)
+
+
+def _check(
+    model: HybridLM, ids: Tensor, max_new_tokens: int, temperature: float, top_k: int | None, seed: int | None = None
+) -> None:
     check_ids(_NAME, ids, model.config["vocab_size"], model.embedding.weight.device)
     if ids.shape[1] < 1:
         raise ShapeError(message(_NAME, "ids", "[B, T] with T >= 1", str(list(ids.shape)), "pass at least one token"))
@@ -97,31 +132,39 @@ def stream_tokens(
             raise ValueRangeError(message(_NAME, name, f"at least {low}", str(value), f"raise {name}"))
     if seed is not None and not 0 <= validate.whole_number(_NAME, "seed", seed) < 2**64:
         raise ValueRangeError(message(_NAME, "seed", "None or 0 to 2^64 - 1", str(seed), "pass another seed"))
-    return _stream(model, ids, max_new_tokens, temperature, top_k, seed, cache)
+
+
+def _check_greedy(argument: str, value: object, temperature: float, top_k: int | None) -> None:
+    """Raise where a search for likely tokens is asked to draw."""
+    if temperature != 0 or top_k is not None:
+        got = f"{value} with temperature={temperature}, top_k={top_k}"
+        raise ValueRangeError(message(_NAME, argument, "no draws beside it", got, "leave out what does not belong"))
 
 
 def _stream(
-    model: HybridLM, ids: Tensor, count: int, temperature: float, top_k: int | None, seed: int | None, cache: Any
+    model: HybridLM,
+    ids: Tensor,
+    count: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int | None,
+    cache: HybridState | None,
 ) -> Iterator[Tensor]:
-    from .hybrid_lm import HybridState  # which imports this module
-
     generator = None if seed is None else torch.Generator(device=ids.device).manual_seed(seed)
-    logits, state = _step(model, ids, HybridState() if cache is None else cache)
+    state = HybridState() if cache is None else cache
+    logits = step(model, ids, state)
     for index in range(count):
         token = sample(logits, temperature, top_k, generator).to(ids.dtype)
         if cache is not None or index + 1 < count:  # nobody needs the step after the last token otherwise
-            logits, state = _step(model, token[:, None], state)
-        if cache is not None:
-            vars(cache).update(vars(state))
+            logits = step(model, token[:, None], state)
         yield token
-    if cache is not None:
-        vars(cache).update(vars(state))
 
 
 @torch.no_grad()
-def _step(model: HybridLM, ids: Tensor, state: Any) -> tuple[Tensor, Any]:
-    logits, state = model(ids, state, return_state=True, inplace=True)
-    return logits[:, -1], state
+def step(model: HybridLM, ids: Tensor, cache: HybridState) -> Tensor:
+    """Return the logits [B, vocab_size] after the last of `ids`, and move `cache` on."""
+    features, _ = model.features(ids, cache, return_state=True, inplace=True)
+    return model.logits(features[:, -1:])[:, 0]
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None = None) -> Tensor:

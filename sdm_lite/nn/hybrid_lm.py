@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import DtypeError, ShapeError, ValueRangeError, message
+from ..errors import DtypeError, SdmError, ShapeError, ValueRangeError, message
 from .attention import FullAttention, SlidingWindowAttention
 from .blocks import Block, NgramEmbedding
+from .cache import HybridState
 from .checks import check_ids, check_vectors
 from .gated_delta_net import GatedDeltaNet
 from .gates import choose
 from .generate import generate
 from .short_conv import GatedShortConv
 from .sparse_delta_memory import SparseDeltaMemory
-from .state import MixerState
+from .state import MixerState, refuse_gradients
 
 _NAME = "HybridLM"
 KINDS = ("sdm", "gdn", "conv", "swa", "full")
@@ -38,27 +38,6 @@ SMALL_MODEL_OPTIONS = {
     "sdm": {**_SHARED, "score_norm": "rms", "score_scale": 1.0},
     "gdn": dict(_SHARED),
 }
-
-
-@dataclass
-class HybridState:
-    """State of a HybridLM after the tokens it has seen; a new one stands before the first token.
-
-    Attributes
-    ----------
-    layers : list of MixerState
-        One per layer; empty before the first token.
-    recent : Tensor int64 [B, 3] or None
-        The last three tokens, for n-grams; -1 where no token was.
-    """
-
-    layers: list[MixerState] = field(default_factory=list)
-    recent: Tensor | None = None
-
-    @property
-    def position(self) -> int:
-        """Tokens seen."""
-        return self.layers[0].position if self.layers else 0
 
 
 torch.serialization.add_safe_globals([HybridState])  # as MixerState
@@ -211,14 +190,17 @@ class HybridLM(nn.Module):
         return_state : bool or None
             None: if a state was passed.
         inplace : bool
-            Update the passed state's memories in place instead of copying them; no gradients.
+            Update the passed state itself instead of making another; no gradients. A state whose memories are
+            MemoryStates, as those of a decoding cache are, is always updated.
 
         Raises
         ------
         DtypeError, ShapeError, DeviceError
             Where ids or state do not fit the model.
         ValueRangeError
-            An id outside of the vocabulary (seen on the CPU and outside of compiled graphs); `inplace` without a state.
+            For an id outside of the vocabulary (seen on the CPU and outside of compiled graphs), `inplace` without a
+            state, a state of another model, or in place where a gradient would be needed. An error before the first
+            layer has moved changes nothing; after one that cut a call off, the state only takes a rollback.
         """
         hand_back = state is not None if return_state is None else return_state
         x, after = self.features(ids, state, return_state=hand_back, inplace=inplace)
@@ -233,20 +215,47 @@ class HybridLM(nn.Module):
         """
         check_ids(_NAME, ids, self.config["vocab_size"], self.embedding.weight.device)
         self._check_state(ids, state, inplace)
-        state = state or HybridState()
-        inplace = inplace and bool(state.layers)  # before the first token there is nothing to update
-        recent = ids.new_full((ids.shape[0], 3), -1).long() if state.recent is None else state.recent
+        state = HybridState() if state is None else state
+        state.bind(self.config, ids.shape[0])
+        if inplace or any(True for _ in state.memories()):
+            refuse_gradients("HybridLM", "state", self)
+            return self._update(ids, state), state if return_state else None
+        x, hash_ids, recent = self.embed(ids, state.recent)
+        after: list[Any] = []
+        x = self._through(x, state, hash_ids, after, return_state, inplace=False)
+        return self.norm(x), HybridState(after, recent, self.config) if return_state else None
+
+    def _through(
+        self, x: Tensor, state: HybridState, hash_ids: Any, after: list[Any], return_state: bool, *, inplace: bool
+    ) -> Tensor:
+        """Return x behind all layers; each appends its state to `after`."""
+        # a state in place exists, if only as one that stands before the first token
+        before = state.layers or [MixerState() if inplace else None for _ in self.blocks]
+        for index, block in enumerate(self.blocks):
+            x, one = block(x, before[index], hash_ids, return_state, inplace)
+            after.append(one)
+        return x
+
+    def _update(self, ids: Tensor, state: HybridState) -> Tensor:
+        """Return the features and move `state` on."""
+        x, hash_ids, recent = self.embed(ids, state.recent)
+        after: list[Any] = []
+        try:
+            x = self._through(x, state, hash_ids, after, True, inplace=True)
+        except BaseException as error:
+            # what a layer refuses, it refuses before it moves
+            state.interrupted = bool(state.layers) and (bool(after) or not isinstance(error, SdmError))
+            raise
+        state.layers, state.recent = after, recent
+        return self.norm(x)
+
+    def embed(self, ids: Tensor, recent: Tensor | None) -> tuple[Tensor, Any, Tensor]:
+        """Return what enters the first layer [B, T, dim], what "hash" addressing hashes, and the last three tokens."""
+        recent = ids.new_full((ids.shape[0], 3), -1).long() if recent is None else recent
         x = self.embedding(ids)
         if self.ngrams is not None:
             x = x + self.ngrams(ids, recent)
-        hash_ids = self._hash_ids(ids, recent)
-        after = []
-        for index, block in enumerate(self.blocks):
-            before = state.layers[index] if state.layers else None
-            x, one = block(x, before, hash_ids, return_state, inplace)
-            after.append(one)
-        x = self.norm(x)
-        return x, HybridState(after, torch.cat([recent, ids], dim=1)[:, -3:]) if return_state else None
+        return x, self._hash_ids(ids, recent), torch.cat([recent, ids], dim=1)[:, -3:]
 
     def _check_state(self, ids: Tensor, state: Any, inplace: bool) -> None:
         """Raise unless `state` is None or one of this model and of these sequences; the layers look at its parts."""
@@ -286,7 +295,7 @@ class HybridLM(nn.Module):
         top_k: int | None = None,
         seed: int | None = None,
         num_beams: int = 1,
-        speculative: bool = False,
+        speculative: bool | str = False,
         cache: HybridState | None = None,
     ) -> Tensor:
         """Continue `ids` token by token, each step from the layers' states: see :func:`sdm_lite.nn.generate`."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ShapeError, ValueRangeError, message
+from ..memory_state import MemoryState
 from ..ops import hash_slots, product_key_topk, sparse_delta_rule, sparse_delta_rule_
 from .checks import check_tensor, check_vectors
 from .gates import (
@@ -25,7 +26,7 @@ from .gates import (
     widen,
 )
 from .short_conv import ShortConv, check_conv, convolve
-from .state import MixerState, wants_state
+from .state import MixerState, positions_of, refuse_gradients, tidy, wants_state
 
 _NAME = "SparseDeltaMemory"
 
@@ -221,7 +222,7 @@ class SparseDeltaMemory(nn.Module):
     def forward(
         self,
         x: Tensor,
-        state: MixerState | None = None,
+        state: MixerState | MemoryState | None = None,
         ids: Tensor | tuple[Tensor, Tensor] | None = None,
         *,
         return_state: bool | None = None,
@@ -232,26 +233,29 @@ class SparseDeltaMemory(nn.Module):
         Parameters
         ----------
         x : Tensor [B, T, dim]
-        state : MixerState or None
-            What the previous call on this sequence returned; None starts from the initial memory.
+        state : MixerState, MemoryState or None
+            What the previous call on this sequence returned; None starts from the initial memory. A MemoryState,
+            alone or as the state's `memory`, is updated in place; no gradients.
         ids : Tensor int [B, T], a pair of these, or None
             What "hash" addressing hashes, for writes and reads; None: the positions.
         return_state : bool or None
             Whether to hand the state back, which costs a copy of the table [B, H, N, D]. None: if a state was
             passed or the module is in eval mode; so a training step makes no copy.
         inplace : bool
-            Update the passed state's memory in place instead of copying it; no gradients. For decoding. A new
-            ``MixerState()`` has no memory yet: it is made.
+            Update the passed state's memory in place instead of copying it; no gradients. For decoding. Where a new
+            ``MixerState()`` has no memory yet, it becomes a MemoryState over the initial memory.
 
         Raises
         ------
         ShapeError, DtypeError, DeviceError
             Where `x`, `ids` or the parts of `state` do not fit the layer.
         ValueRangeError
-            `inplace` without a state.
+            `inplace` without a state; in place, where a gradient would be needed: call under torch.no_grad().
         """
         check_vectors(_NAME, x, self.dim, self.Wq_read.weight)
         memory_shape = tuple(self.initial_memory().shape)
+        if isinstance(state, MemoryState):
+            state = self._around(state)
         hand_back = wants_state(self, x, state, return_state, inplace, memory=memory_shape, taps=self.convs)
         state = MixerState() if state is None else state
         taps: dict[str, Tensor] = {}
@@ -263,7 +267,7 @@ class SparseDeltaMemory(nn.Module):
             values = F.silu(values) if self.convs else values
             readings, memory = self._update(x, values, write, read, state, hand_back, inplace)
         else:
-            readings, memory = self._read_only(*read, state, hand_back)
+            readings, memory = self._read_only(*read, state, hand_back, inplace)
         # the norm's gain is float32: without this, autocast gives it readings of another dtype
         readings = self.readings_norm(readings.to(x.dtype)).flatten(2)
         if self.output_gate:
@@ -274,12 +278,31 @@ class SparseDeltaMemory(nn.Module):
         """Return the memory [H, N, D] that a sequence starts from."""
         return self.memory if "memory" in self._parameters else self.zero_memory
 
-    def _ids(self, x: Tensor, ids: Any, position: int) -> tuple[Tensor | None, Tensor | None]:
+    def memory_origin(self) -> Any:
+        """Return what a MemoryState of this layer starts from: the learned memory, or the shape of a zero one."""
+        first = self.initial_memory()
+        return first.detach() if "memory" in self._parameters else tuple(first.shape)
+
+    def new_memory(self, batch: int) -> MemoryState:
+        """Return a MemoryState of `batch` sequences over the initial memory, which must not be trained meanwhile."""
+        return MemoryState(self.memory_origin(), batch, dtype=self.initial_memory().dtype, rule=self.rule)
+
+    def _around(self, memory: MemoryState) -> MixerState:
+        """Return the state whose memory is `memory`: the rest is that of sequences before their first token."""
+        position = tidy(torch.from_numpy(memory.tokens))
+        if self.convs and (isinstance(position, Tensor) or position):
+            fix = "pass the state that the previous call returned"
+            expected = "a state with the last inputs of the convolutions"
+            got = f"a MemoryState after {max(memory.tokens)} tokens"
+            raise ValueRangeError(message(_NAME, "state", expected, got, fix))
+        return MixerState(position, memory)
+
+    def _ids(self, x: Tensor, ids: Any, position: int | Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return what to hash for writes and for reads."""
         if self.addressing != "hash":
             return None, None
         if ids is None:
-            ids = torch.arange(position, position + x.shape[1], device=x.device).expand(x.shape[:2])
+            ids = positions_of(position, x.shape[1], x.device).expand(x.shape[:2])
         pair = ids if isinstance(ids, tuple) else (ids, ids)
         if len(pair) != 2:
             got = f"a tuple of {len(pair)}"
@@ -319,17 +342,23 @@ class SparseDeltaMemory(nn.Module):
         state: MixerState,
         hand_back: bool,
         inplace: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Any]:
         log_decay, beta = log_decay_and_beta(x, self.a_proj, self.b_proj, self.A_log, self.dt_bias)
         if self.key_weighted_decay:
             log_decay = log_decay[..., None] * write[1]
         call = (values.unflatten(-1, (self.num_heads, -1)), *write, log_decay, beta, *read)
+        memory = state.memory
+        if inplace and memory is None:
+            memory = self.new_memory(x.shape[0])
         # the slots are distinct and in range by construction: no need to check them
-        if inplace and state.memory is not None:
-            return sparse_delta_rule_(*call, state.memory, rule=self.rule, check=False), state.memory
+        if isinstance(memory, MemoryState):
+            refuse_gradients(_NAME, "state", self)
+            return memory.extend(*call), memory
+        if inplace:
+            return sparse_delta_rule_(*call, memory, rule=self.rule, check=False), memory
         return sparse_delta_rule(
             *call,
-            self.initial_memory() if state.memory is None else state.memory,
+            self.initial_memory() if memory is None else memory,
             rule=self.rule,
             restore=self.restore,
             snapshot_dtype=self.snapshot_dtype,
@@ -338,11 +367,13 @@ class SparseDeltaMemory(nn.Module):
         )
 
     def _read_only(
-        self, slots: Tensor, weights: Tensor, state: MixerState, hand_back: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, slots: Tensor, weights: Tensor, state: MixerState, hand_back: bool, inplace: bool
+    ) -> tuple[Tensor, Any]:
         """Return the weighted rows of a memory that no token changes, and, to hand back, that memory."""
         (B, T, H, R), N = slots.shape, self.slots_per_head
         memory = self.initial_memory() if state.memory is None else state.memory
+        if isinstance(memory, MemoryState):
+            memory = memory.dense()
         lanes = torch.arange(B * H if memory.ndim == 4 else H, device=slots.device)
         rows = slots.long() + lanes.view(-1, 1, H, 1) * N
         with plain_precision(memory):
@@ -350,7 +381,9 @@ class SparseDeltaMemory(nn.Module):
             flat = F.embedding_bag(
                 rows.reshape(-1, R), table, per_sample_weights=weights.to(table.dtype).reshape(-1, R), mode="sum"
             )
-        if hand_back and memory.ndim == 3:  # a copy: the layer's own memory must not be written through a state
+        if inplace or isinstance(state.memory, MemoryState):
+            memory = state.memory
+        elif hand_back and memory.ndim == 3:  # a copy: the layer's own memory must not be written through a state
             memory = memory.expand(B, -1, -1, -1).clone()
         return flat.view(B, T, H, table.shape[-1]), memory if hand_back else None
 

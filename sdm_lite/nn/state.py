@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +18,28 @@ class MixerState:
 
     Attributes
     ----------
-    position : int
-        Tokens seen.
-    memory : Tensor or None
-        SparseDeltaMemory: [B, H, N, D]. GatedDeltaNet: [B, H, d_k, d_v] float32. None: the initial memory.
+    position : int or Tensor int64 [B]
+        Tokens seen; a tensor where the sequences have seen different numbers.
+    memory : Tensor, MemoryState or None
+        SparseDeltaMemory: [B, H, N, D], or a MemoryState, which a call updates in place. GatedDeltaNet:
+        [B, H, d_k, d_v] float32. None: the initial memory.
     taps : dict of str to Tensor [B, width - 1, channels]
         Last inputs of each short convolution.
     keys, values : Tensor [B, num_kv_heads, tokens, head_dim] or None
-        An attention layer's cache: all tokens, or the last window - 1.
+        An attention layer's cache: all tokens, or the last window - 1. Sequences end together, in the last column;
+        one that has seen fewer tokens has none in the first columns.
+    room : tuple of two Tensors [B, num_kv_heads, capacity, head_dim] or None
+        The buffers that begin with `keys` and `values`, where calls in place append to them.
     """
 
-    position: int = 0
-    memory: Tensor | None = None
+    position: int | Tensor = 0
+    memory: Any = None
     taps: dict[str, Tensor] = field(default_factory=dict)
     keys: Tensor | None = None
     values: Tensor | None = None
+    room: tuple[Tensor, Tensor] | None = None
 
-    def advanced(self, tokens: int, memory: Tensor | None, taps: dict[str, Tensor]) -> MixerState:
+    def advanced(self, tokens: int, memory: Any, taps: dict[str, Tensor]) -> MixerState:
         """Return the state of a recurrent layer `tokens` later; the taps are copied, as they are views of a batch."""
         return MixerState(self.position + tokens, memory, {name: last.clone() for name, last in taps.items()})
 
@@ -44,13 +50,69 @@ class MixerState:
         return {name: part for name, part in named.items() if part is not None}
 
     def map(self, f: Callable[[Tensor], Tensor]) -> MixerState:
-        """Return a new state with `f` applied to every tensor, for instance ``torch.Tensor.detach`` or ``clone``."""
+        """Return a new state with `f` applied to every tensor, for instance ``torch.Tensor.detach`` or ``clone``.
 
-        def maybe(x: Tensor | None) -> Tensor | None:
-            return None if x is None else f(x)
+        A MemoryState is no tensor: the new state has the same one.
+        """
+
+        def maybe(x: Any) -> Any:
+            return f(x) if isinstance(x, Tensor) else x
 
         taps = {name: f(last) for name, last in self.taps.items()}
         return MixerState(self.position, maybe(self.memory), taps, maybe(self.keys), maybe(self.values))
+
+    @property
+    def batch(self) -> int | None:
+        """Sequences, or None where nothing tells how many."""
+        for part in (self.memory, self.keys, *self.taps.values()):
+            if part is not None:
+                return part.shape[0]
+        return None
+
+    def select(self, sources: Tensor) -> MixerState:
+        """Return the state of the sequences `sources` (int64; -1: one before its first token), tensors copied.
+
+        A MemoryState goes over as it is: it rearranges itself.
+        """
+        fresh = sources < 0
+
+        def chosen(x: Tensor) -> Tensor:
+            if not x.shape[0]:
+                return x.new_zeros(len(sources), *x.shape[1:])
+            taken = x.index_select(0, sources.clamp(min=0))
+            return taken.masked_fill_(fresh.view(-1, *(1,) * (x.ndim - 1)), 0)
+
+        after = self.map(chosen)
+        if self.room is not None and self.keys is not None:  # with the room: the next token then needs no copy
+            keys, values = (chosen(buffer) for buffer in self.room)
+            tokens = self.keys.shape[2]
+            after = replace(after, room=(keys, values), keys=keys[:, :, :tokens], values=values[:, :, :tokens])
+        position = torch.full_like(sources, self.position) if isinstance(self.position, int) else self.position[sources]
+        after.position = tidy(position.masked_fill(fresh, 0))
+        return after._trimmed()
+
+    def _trimmed(self) -> MixerState:
+        """Return the state without cached columns that lie before the first token of every sequence."""
+        if self.keys is None or self.values is None:
+            return self
+        seen = int(self.position.max()) if isinstance(self.position, Tensor) else self.position
+        first = self.keys.shape[2] - seen
+        if first <= 0:
+            return self
+        keys, values = (part[:, :, first:].clone() for part in (self.keys, self.values))
+        return replace(self, keys=keys, values=values, room=None)
+
+
+def tidy(position: Tensor) -> int | Tensor:
+    """Return the positions [B] of sequences as one int where they are all the same."""
+    first = int(position[0]) if position.numel() else 0
+    return first if bool((position == first).all()) else position
+
+
+def positions_of(position: int | Tensor, tokens: int, device: torch.device) -> Tensor:
+    """Return the positions of the next `tokens` tokens: int64 [T], or [B, T] where sequences differ."""
+    steps = torch.arange(tokens, device=device)
+    return position[:, None].to(device) + steps if isinstance(position, Tensor) else steps + position
 
 
 # so that torch.load(..., weights_only=True) takes a state that torch.save wrote
@@ -102,9 +164,16 @@ def wants_state(
         if len(got) != len(want) or any(size is not None and size != have for size, have in zip(want, got)):
             expected = f"{name} {['any' if size is None else size for size in want]}"
             raise ShapeError(message(op, "state", expected, str(list(got)), fix))
-        if part.device != x.device:
+        if isinstance(part, Tensor) and part.device != x.device:
             got_on = f"{name} on {part.device}"
             raise DeviceError(
                 message(op, "state", f"a state on the device of x, {x.device}", got_on, "move one of them")
             )
     return True if return_state is None else return_state
+
+
+def refuse_gradients(op: str, argument: str, module: nn.Module) -> None:
+    """Raise ValueRangeError where a call in place would have to record gradients."""
+    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
+        expected, got = "no gradients: a call in place has none", "parameters that require them"
+        raise ValueRangeError(message(op, argument, expected, got, "call it under torch.no_grad()"))

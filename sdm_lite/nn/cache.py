@@ -1,0 +1,303 @@
+"""`HybridState`: what a HybridLM remembers of the sequences that it decodes, in all layers, as one object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import validate
+from ..errors import ShapeError, ValueRangeError, message
+from ..memory_state import MemoryState
+from .state import MixerState
+
+if TYPE_CHECKING:
+    from .hybrid_lm import HybridLM
+
+_NAME = "HybridState"
+
+
+class CacheBytes(NamedTuple):
+    """Bytes of the initial memories, of the rows that the MemoryStates own (forks included), and of all tensors."""
+
+    shared: int
+    owned: int
+    dense: int
+
+
+class LayerMark(NamedTuple):
+    """A layer's state at some moment: tensors by reference, since calls make new ones; and its MemoryState's mark."""
+
+    state: MixerState
+    memory: Any
+
+    @classmethod
+    def of(cls, state: MixerState) -> LayerMark:
+        """Return a mark of `state`; a dense memory, which a call may update in place, is copied."""
+        if isinstance(state.memory, MemoryState):
+            return cls(replace(state), state.memory.mark())
+        memory = None if state.memory is None else state.memory.clone()
+        return cls(replace(state, memory=memory), None)
+
+    def restore(self) -> MixerState:
+        """Return the state as it was; the mark lives on."""
+        if self.memory is not None:
+            self.state.memory.rollback(self.memory)
+            return replace(self.state)
+        memory = None if self.state.memory is None else self.state.memory.clone()
+        return replace(self.state, memory=memory)
+
+    def release(self) -> None:
+        """Forget the mark."""
+        if self.memory is not None:
+            self.state.memory.release(self.memory)
+
+
+@dataclass(frozen=True, eq=False)
+class CacheMark:
+    """A moment of a HybridState, made by :meth:`HybridState.mark`."""
+
+    layers: tuple[LayerMark, ...]
+    recent: Tensor | None
+
+
+@dataclass
+class HybridState:
+    """State of a HybridLM after the tokens that its sequences have seen; a new one stands before the first token.
+
+    It takes its batch from the first call. Passed with ``inplace=True``, or as the `cache` of ``generate``, it is
+    updated: sparse memories are then MemoryStates, which own the rows they have written only, windows keep the last
+    window - 1 keys and values, and full attention appends to buffers. Every method keeps all layers in step.
+    Sequences of one call get the same number of tokens, but may stand at different positions.
+
+    Attributes
+    ----------
+    layers : list of MixerState
+        One per layer; empty before the first token.
+    recent : Tensor int64 [B, 3] or None
+        The last three tokens, for n-grams; -1 where no token was.
+    config : dict or None
+        That of the model, from the first call on.
+
+    Examples
+    --------
+    >>> from sdm_lite.nn import HybridLM
+    >>> model = HybridLM(256, 16, 2, layers=["swa", "sdm"], num_heads=2, slots_per_head=16, num_writes=4, num_reads=4)
+    >>> cache = HybridState()
+    >>> _ = model.generate(torch.tensor([[104, 105]]), 3, cache=cache)
+    >>> both = cache.fork([0, 0])
+    >>> before = both.mark()
+    >>> _ = model.generate(torch.tensor([[33], [63]]), 2, cache=both)
+    >>> cache.positions, both.positions
+    ([5], [8, 8])
+    >>> both.rollback(before)
+    >>> both.append()
+    >>> both.positions
+    [5, 5, 0]
+    """
+
+    layers: list[MixerState] = field(default_factory=list)
+    recent: Tensor | None = None
+    config: dict[str, Any] | None = None
+    interrupted: bool = field(default=False, repr=False)
+    _marks: list[CacheMark] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def position(self) -> int:
+        """Tokens seen, by the longest sequence."""
+        return max(self.positions, default=0)
+
+    @property
+    def positions(self) -> list[int]:
+        """Tokens that each sequence has seen."""
+        if not self.layers:
+            return []
+        position = self.layers[0].position
+        return position.tolist() if isinstance(position, Tensor) else [position] * self.batch
+
+    @property
+    def batch(self) -> int:
+        """Sequences; 0 before the first token."""
+        return 0 if self.recent is None else self.recent.shape[0]
+
+    def memories(self) -> Iterator[tuple[int, MemoryState]]:
+        """Yield (layer, MemoryState) of the layers that have one."""
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer.memory, MemoryState):
+                yield index, layer.memory
+
+    def nbytes(self) -> CacheBytes:
+        """Return what the cache takes, spare room of buffers apart."""
+        dense = 0
+        for layer in self.layers:
+            parts = [layer.memory, layer.keys, layer.values, *layer.taps.values()]
+            dense += sum(part.nbytes for part in parts if isinstance(part, Tensor))
+        sizes = [memory.nbytes() for _, memory in self.memories()]
+        return CacheBytes(sum(one.shared for one in sizes), sum(one.owned for one in sizes), dense)
+
+    # ------------------------------------------------------------ sequences
+
+    def fork(self, indices: Sequence[int]) -> HybridState:
+        """Return a new cache of the sequences named, repeats allowed; marks stay behind.
+
+        Memories share their rows until one is written; everything else is copied.
+        """
+        chosen = self._sequences("fork", indices)
+        layers = [layer.select(chosen) for layer in self.layers]
+        for index, memory in self.memories():
+            layers[index].memory = memory.fork(chosen.tolist())
+        recent = None if self.recent is None else self.recent[chosen]
+        return HybridState(layers, recent, self.config)
+
+    def reorder(self, indices: Sequence[int]) -> None:
+        """Make the sequences those named, in that order; repeats allowed, and the batch follows."""
+        chosen = self._sequences("reorder", indices)
+        for _, memory in self.memories():
+            memory.reorder(chosen.tolist())
+        self._rearrange(chosen)
+
+    def reset(self, i: int | Sequence[int]) -> None:
+        """Put sequences (one index or several) back before their first token."""
+        chosen = self._sequences("reset", i if isinstance(i, (Sequence, Tensor)) else [i])
+        self._refuse_dense("reset")
+        for _, memory in self.memories():
+            memory.reset(chosen.tolist())
+        sources = torch.arange(self.batch)
+        sources[chosen] = -1
+        self._rearrange(sources)
+
+    def append(self, n: int = 1) -> None:
+        """Add n sequences before their first token, after the others."""
+        self._sequences("append", [])
+        n = validate.whole_number(f"{_NAME}.append", "n", n)
+        if n < 0:
+            raise ValueRangeError(message(f"{_NAME}.append", "n", "at least 0", str(n), "pass how many to add"))
+        self._refuse_dense("append")
+        for _, memory in self.memories():
+            memory.append(n)
+        self._rearrange(torch.cat([torch.arange(self.batch), torch.full((n,), -1)]))
+
+    def evict(self, indices: Sequence[int]) -> None:
+        """Remove sequences; those after them move up."""
+        gone = self._sequences("evict", indices)
+        for _, memory in self.memories():
+            memory.evict(gone.tolist())
+        kept = torch.ones(self.batch, dtype=torch.bool)
+        kept[gone] = False
+        self._rearrange(kept.nonzero()[:, 0])
+
+    def _sequences(self, verb: str, indices: Any) -> Tensor:
+        """Return indices as int64 [n], or raise where one is no sequence of this cache."""
+        op = f"{_NAME}.{verb}"
+        if not self.layers:
+            got, fix = "none yet", "pass the cache to the model first"
+            raise ValueRangeError(message(op, "cache", "sequences", got, fix))
+        self.check_whole(op)
+        listed = indices.tolist() if hasattr(indices, "tolist") else indices
+        if not isinstance(listed, (list, tuple, range)):
+            raise ShapeError(message(op, "indices", "a sequence of indices", repr(indices), "pass a list"))
+        chosen = torch.tensor([validate.whole_number(op, "indices", i) for i in listed], dtype=torch.int64)
+        outside = chosen[(chosen < 0) | (chosen >= self.batch)]
+        if outside.numel():
+            expected = f"indices in [0, {self.batch})"
+            raise ValueRangeError(message(op, "indices", expected, str(int(outside[0])), "name sequences it has"))
+        return chosen
+
+    def _refuse_dense(self, verb: str) -> None:
+        """Raise where a new sequence's memory is unknown: a dense sparse-memory table does not say what it began as."""
+        kinds = (self.config or {}).get("layers", [])
+        if any(kind == "sdm" and isinstance(layer.memory, Tensor) for kind, layer in zip(kinds, self.layers)):
+            expected, got = "memories that know their initial rows", "dense tables"
+            fix = "start from HybridState() with inplace=True"
+            raise ValueRangeError(message(f"{_NAME}.{verb}", "cache", expected, got, fix))
+
+    def _rearrange(self, sources: Tensor) -> None:
+        """Bring everything but the MemoryStates into the order `sources`, -1 for a new sequence."""
+        self.layers = [layer.select(sources) for layer in self.layers]
+        old = torch.cat([self.recent, self.recent.new_full((1, 3), -1)])  # type: ignore[list-item, union-attr]
+        self.recent = old[sources]  # -1 is the row without tokens
+
+    # ------------------------------------------------------------ marks
+
+    def mark(self) -> CacheMark:
+        """Return a mark of this moment. It lives until it is released, or an earlier one is rolled back to.
+
+        Costs a copy of dense sparse-memory and GatedDeltaNet states; the rest is kept by reference.
+        """
+        self.check_whole(f"{_NAME}.mark")
+        return self.add_mark([LayerMark.of(layer) for layer in self.layers], self.recent)
+
+    def add_mark(self, layers: Sequence[LayerMark], recent: Tensor | None) -> CacheMark:
+        """Return the mark made of the layers' marks, which were taken in the order of this cache's marks."""
+        mark = CacheMark(tuple(layers), recent)
+        self._marks.append(mark)
+        return mark
+
+    def rollback(self, mark: CacheMark) -> None:
+        """Return to a mark, bit for bit, whatever was done since; the mark lives on, later ones do not.
+
+        Raises
+        ------
+        ValueRangeError
+            (a ValueError) where the mark is not alive in this cache.
+        """
+        del self._marks[self._place("rollback", mark) + 1 :]
+        self.layers = [layer.restore() for layer in mark.layers]
+        self.recent, self.interrupted = mark.recent, False
+
+    def release(self, mark: CacheMark) -> None:
+        """Forget a mark; other marks stay.
+
+        Raises
+        ------
+        ValueRangeError
+            (a ValueError) where the mark is not alive in this cache.
+        """
+        del self._marks[self._place("release", mark)]
+        for layer in mark.layers:
+            layer.release()
+
+    def _place(self, verb: str, mark: CacheMark) -> int:
+        for place, known in enumerate(self._marks):
+            if known is mark:
+                return place
+        fix = "roll back to a mark that was not released, and to none older since"
+        raise ValueRangeError(message(f"{_NAME}.{verb}", "mark", "a live mark of this cache", "a stale one", fix))
+
+    # ------------------------------------------------------------ calls and files
+
+    def bind(self, config: dict[str, Any], batch: int) -> None:
+        """Take the model's configuration, or raise for a cache of another model or batch, or one that was cut off."""
+        self.check_whole("HybridLM")
+        fix = "pass the state of these sequences in this model"
+        if self.config is not None and self.config is not config and self.config != config:
+            name = next(key for key in {**self.config, **config} if self.config.get(key) != config.get(key))
+            expected, got = (f"{name} = {one.get(name)!r}" for one in (config, self.config))
+            raise ValueRangeError(message("HybridLM", "state", expected, got, fix))
+        if self.recent is not None and self.batch != batch:
+            expected, got = f"a state of {batch} sequences, as ids has", f"one of {self.batch}"
+            raise ShapeError(message("HybridLM", "state", expected, got, fix))
+        self.config = config
+
+    def check_whole(self, op: str) -> None:
+        """Raise ValueRangeError where a call was cut off and left the layers at different tokens."""
+        if self.interrupted:
+            fix = "roll back to a mark, or start anew"
+            raise ValueRangeError(message(op, "state", "one whose layers are in step", "one cut off in a call", fix))
+
+    def save(self, path: str | Path, *, of: str | None = None) -> None:
+        """Write the cache to a safetensors file, whole or not at all: see :func:`sdm_lite.nn.cache_files.save`."""
+        from . import cache_files
+
+        cache_files.save(self, Path(path), of)
+
+    @staticmethod
+    def load(path: str | Path, model: HybridLM, *, of: str | None = None) -> HybridState:
+        """Return the cache that :meth:`save` wrote, for `model`: see :func:`sdm_lite.nn.cache_files.load`."""
+        from . import cache_files
+
+        return cache_files.load(Path(path), model, of)

@@ -1,0 +1,420 @@
+"""The cache of a HybridLM: its verbs against recomputation with the same calls, marks, positions and files."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import time
+
+import pytest
+import torch
+from caches import same_cache
+
+from sdm_lite import MemoryState
+from sdm_lite.errors import FileError, FileFormatError, SdmError, ShapeError, ValueRangeError
+from sdm_lite.nn import SMALL_MODEL_OPTIONS, HybridLM, HybridState, MixerState, SparseDeltaMemory
+
+VOCAB = 19
+SIZES = {"num_heads": 2, "num_kv_heads": 1, "window": 4, "slots_per_head": 16, "num_writes": 4, "num_reads": 4}
+MODELS = {
+    "sdm": {"layers": ["swa", "sdm"], "options": SMALL_MODEL_OPTIONS, "mixer_heads": 2, "ngram_buckets": 11},
+    "zero": {"layers": ["sdm"], "options": {"sdm": {"learn_memory": False, "rule": "per_slot"}}},
+    "full": {"layers": ["full", "sdm"]},
+    "gdn": {"layers": ["swa", "gdn"], "options": SMALL_MODEL_OPTIONS},
+    "conv": {"layers": ["conv", "full"]},
+    "hash": {"layers": ["sdm"], "options": {"sdm": {"addressing": "hash"}}},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Small products gain nothing from threads, and on a busy machine threads wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def build(name, seed=0):
+    torch.manual_seed(seed)
+    config = {**SIZES, **MODELS[name]}
+    model = HybridLM(VOCAB, 16, len(config["layers"]), mlp_hidden=0, **config).eval()
+    for block in model.blocks:
+        if block.kind == "sdm" and "memory" in block.mixer._parameters:
+            block.mixer.memory.normal_()  # a zero memory would hide a wrong one
+    return model
+
+
+def tokens(batch, count, seed=1):
+    return torch.randint(VOCAB, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def run(model, cache, ids):
+    """Feed ids [B, T] as single tokens and return the logits: the same calls give the same bits."""
+    steps = [model(one, cache, inplace=True)[0] for one in ids.split(1, dim=1)]
+    return torch.cat(steps, dim=1)
+
+
+def recomputed(model, state, ids):
+    """The same calls without a cache in place: functional states, with dense tables."""
+    steps = []
+    for one in ids.split(1, dim=1):
+        logits, state = model(one, state)
+        steps.append(logits)
+    return torch.cat(steps, dim=1), state
+
+
+def rows(state, indices):
+    layers = [layer.map(lambda x: x[indices]) for layer in state.layers]
+    return HybridState(layers, state.recent[indices], state.config)
+
+
+def started(model, ids):
+    cache = HybridState()
+    run(model, cache, ids)
+    return cache
+
+
+# ---------------------------------------------------------------- the layer
+
+
+SDM_OPTIONS = {
+    "plain": {},
+    "per_slot": {"rule": "per_slot", "num_heads": 2},
+    "key_weighted_decay": {"key_weighted_decay": True},
+    "recipe": SMALL_MODEL_OPTIONS["sdm"],
+    "zero": {"learn_memory": False},
+    "hash": {"addressing": "hash"},
+}
+
+
+@pytest.mark.parametrize("name", SDM_OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_layer_reads_from_a_memory_state_what_it_reads_from_a_table(name, dtype):
+    torch.manual_seed(0)
+    sizes = {"slots_per_head": 16, "num_writes": 4, "num_reads": 5}
+    layer = SparseDeltaMemory(8, **sizes, **SDM_OPTIONS[name]).eval().to(dtype)
+    if "memory" in layer._parameters:
+        layer.memory.normal_()
+    x = torch.randn(3, 11, 8, dtype=dtype)
+    dense, sparse = MixerState(), MixerState(memory=layer.new_memory(3))
+    for piece in x.split([4, 1, 1, 5], dim=1):
+        expected, dense = layer(piece, dense)
+        y, sparse = layer(piece, sparse)
+        assert torch.equal(y, expected)
+    assert torch.equal(sparse.memory.dense(), dense.memory) and sparse.position == 11
+    assert isinstance(sparse.memory, MemoryState) and sparse.memory.tokens.tolist() == [11] * 3
+
+
+def test_a_memory_state_alone_is_a_state():
+    layer = SparseDeltaMemory(8, slots_per_head=16, num_writes=4, num_reads=4).eval()
+    memory, x = layer.new_memory(2), torch.randn(2, 6, 8)
+    first, state = layer(x[:, :4], memory)
+    second, again = layer(x[:, 4:], memory)  # the memory knows its position
+    assert state.memory is memory is again.memory and again.position == 6
+    assert torch.equal(
+        torch.cat([first, second], 1), torch.cat([layer(x[:, :4])[0], layer(x[:, 4:], layer(x[:, :4])[1])[0]], 1)
+    )
+    with pytest.raises(ValueRangeError, match="convolutions"):
+        conv = SparseDeltaMemory(8, slots_per_head=16, num_writes=4, num_reads=4, conv=4)
+        conv(x, memory)
+    with pytest.raises(ShapeError, match="state"):
+        layer(x[:1], memory)
+
+
+def test_no_gradients_through_a_memory_state():
+    layer = SparseDeltaMemory(8, slots_per_head=16, num_writes=4, num_reads=4)
+    memory, x = layer.new_memory(1), torch.randn(1, 3, 8)
+    with torch.enable_grad(), pytest.raises(ValueRangeError, match="no_grad"):
+        layer(x, memory)
+    assert memory.tokens.tolist() == [0] and memory.nbytes().owned == 0
+    model = build("full")
+    with torch.enable_grad(), pytest.raises(ValueRangeError, match="no_grad"):
+        model(tokens(1, 3), HybridState(), inplace=True)
+
+
+def test_reading_only_leaves_the_memory_state():
+    layer = SparseDeltaMemory(8, slots_per_head=16, num_writes=4, num_reads=4).eval()
+    x = torch.randn(2, 5, 8)
+    _, dense = layer(x)
+    _, sparse = layer(x, layer.new_memory(2))
+    layer.write = False
+    before = sparse.memory.dense()
+    expected, _ = layer(x, dense)
+    y, after = layer(x, sparse)
+    assert torch.equal(y, expected) and torch.equal(after.memory.dense(), before)
+
+
+# ---------------------------------------------------------------- verbs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_verbs_are_those_of_dense_states(name):
+    """fork, reorder and evict, tokens in between: the bits of dense tables, indexed, under the same calls."""
+    model = build(name)
+    cache, dense = started(model, tokens(3, 7)), recomputed(model, HybridState(), tokens(3, 7))[1]
+
+    def both(cache, dense, ids):
+        expected, dense = recomputed(model, dense, ids)
+        assert torch.equal(run(model, cache, ids), expected)
+        return dense
+
+    fork, other = cache.fork([2, 0, 2]), rows(dense, [2, 0, 2])
+    other = both(fork, other, tokens(3, 2, seed=2))
+    fork.reorder([1, 2, 2, 0])
+    other = both(fork, rows(other, [1, 2, 2, 0]), tokens(4, 3, seed=3))
+    fork.evict([0, 2])
+    both(fork, rows(other, [1, 3]), tokens(2, 2, seed=4))
+    assert fork.positions == [14, 14] and cache.positions == [7] * 3
+    both(cache, dense, tokens(3, 2, seed=5))  # the original went on by itself
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sequences_may_stand_at_different_positions(name):
+    """Appended and reset sequences beside older ones: as if each had been alone (up to the products' rounding)."""
+    model = build(name).double()
+    old, new = tokens(2, 6), tokens(2, 9, seed=2)
+    cache = started(model, old)
+    cache.append(1)
+    cache.reset(0)
+    assert cache.positions == [0, 6, 0]
+    feed = torch.cat([new[:1], tokens(1, 9, seed=3), new[1:]])
+    got = torch.cat([run(model, cache, feed[:, :5]), model(feed[:, 5:], cache, inplace=True)[0]], 1)
+    assert cache.positions == [9, 15, 9] and cache.position == 15
+    # float32 rotary angles, in vectors of other lengths; everything else is float64
+    close = {"rtol": 1e-4, "atol": 1e-6}
+    for row, whole in ((0, feed[:1]), (1, torch.cat([old[1:], feed[1:2]], 1)), (2, feed[2:])):
+        torch.testing.assert_close(got[row], model(whole)[0, -9:], **close)
+    cache.evict([1])
+    assert cache.positions == [9, 9] and cache.layers[0].position == 9
+    longest = max(layer.keys.shape[2] for layer in cache.layers if layer.keys is not None) if name == "full" else 9
+    assert longest == 9  # columns of the evicted sequence alone are gone
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rollback_is_as_if_the_tokens_had_never_been(name):
+    model, ids, more = build(name), tokens(2, 6), tokens(2, 4, seed=2)
+    cache = started(model, ids)
+    outer = cache.mark()
+    run(model, cache, tokens(2, 3, seed=3))
+    inner = cache.mark()
+    run(model, cache, tokens(2, 60, seed=4))  # buffers of attention grow
+    cache.reorder([1, 1, 0])
+    cache.rollback(inner)
+    run(model, cache, tokens(2, 1, seed=5))
+    cache.rollback(outer)
+    assert cache.positions == [6, 6]
+    with pytest.raises(ValueRangeError, match="stale"):
+        cache.rollback(inner)
+    expected = run(model, started(model, ids), more)
+    assert torch.equal(run(model, cache, more), expected)
+    cache.rollback(outer)  # it lives on
+    assert torch.equal(run(model, cache, more), expected)
+    cache.release(outer)
+    for verb in (cache.rollback, cache.release):
+        with pytest.raises(ValueRangeError, match="stale"):
+            verb(outer)
+
+
+def test_releasing_an_inner_mark_keeps_the_outer():
+    model, ids = build("sdm"), tokens(1, 5)
+    cache = started(model, ids)
+    outer = cache.mark()
+    run(model, cache, tokens(1, 2, seed=2))
+    inner = cache.mark()
+    run(model, cache, tokens(1, 2, seed=3))
+    cache.release(inner)
+    cache.rollback(outer)
+    assert torch.equal(run(model, cache, ids), run(model, started(model, ids), ids))
+
+
+def test_a_mark_before_the_first_token():
+    model, cache = build("sdm"), HybridState()
+    mark = cache.mark()
+    run(model, cache, tokens(2, 3))
+    cache.rollback(mark)
+    assert cache.positions == [] and torch.equal(
+        run(model, cache, tokens(1, 3)), run(model, HybridState(), tokens(1, 3))
+    )
+
+
+def test_a_dense_state_marks_and_forks_too():
+    model, ids, more = build("sdm"), tokens(2, 5), tokens(2, 3, seed=2)
+    cache = model(ids, HybridState())[1]
+    assert isinstance(cache.layers[1].memory, torch.Tensor)
+    mark, twin = cache.mark(), cache.fork([0, 1])
+    first = run(model, cache, more)
+    cache.rollback(mark)
+    assert torch.equal(run(model, cache, more), first) and torch.equal(run(model, twin, more), first)
+    for verb in (cache.append, lambda: cache.reset(0)):
+        with pytest.raises(ValueRangeError, match="dense"):
+            verb()
+
+
+def test_window_and_full_caches_are_bounded():
+    model = build("full")
+    cache = started(model, tokens(1, 130))
+    keys, room = cache.layers[0].keys, cache.layers[0].room[0]
+    assert keys.shape[2] == 130 and room.shape[2] == 256  # 64, 128, 256: a token is copied once on the average
+    assert keys.data_ptr() == room.data_ptr()
+    window = started(build("sdm"), tokens(1, 130)).layers[0]
+    assert window.keys.shape[2] == 3 and window.keys.untyped_storage().nbytes() == window.keys.nbytes
+
+
+def test_a_fork_shares_rows_until_they_are_written():
+    model = build("sdm")
+    cache = started(model, tokens(1, 20))
+    owned = cache.nbytes().owned
+    many = cache.fork([0] * 8)
+    assert many.nbytes().owned == owned > 0
+    run(model, many, tokens(8, 1))
+    assert owned < many.nbytes().owned < 8 * owned
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def test_mistakes_change_nothing():
+    model, cache = build("sdm"), started(build("sdm"), tokens(2, 4))
+    wrong = {
+        "indices in": lambda: cache.fork([2]),
+        r"got -1": lambda: cache.reorder([-1, 0]),
+        "a sequence of indices": lambda: cache.evict(1),
+        "whole number": lambda: cache.reset(0.5),
+        "at least 0": lambda: cache.append(-1),
+        "a state of 3 sequences": lambda: model(tokens(3, 1), cache, inplace=True),
+        "vocab_size = 19": lambda: HybridLM(VOCAB + 1, 16, 2, **{**SIZES, **MODELS["sdm"]})(tokens(2, 1), cache),
+        "stale": lambda: cache.rollback(HybridState().mark()),
+    }
+    for text, call in wrong.items():
+        with pytest.raises(SdmError, match=text):
+            call()
+    for verb in ("fork", "reorder", "evict", "reset"):
+        with pytest.raises(ValueRangeError, match="none yet"):
+            getattr(HybridState(), verb)([0])
+    expected = run(model, started(model, tokens(2, 4)), tokens(2, 2))
+    assert torch.equal(run(model, cache, tokens(2, 2)), expected)
+
+
+def test_a_call_that_was_cut_off_is_noticed_and_rolled_back():
+    model, ids = build("sdm"), tokens(2, 4)
+    cache = started(model, ids)
+    mark = cache.mark()
+    hook = model.blocks[1].register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens(2, 1), cache, inplace=True)
+    hook.remove()
+    for use in (lambda: model(tokens(2, 1), cache), lambda: cache.fork([0]), cache.mark, lambda: cache.save("x")):
+        with pytest.raises(ValueRangeError, match="cut off"):
+            use()
+    cache.rollback(mark)
+    assert torch.equal(run(model, cache, ids), run(model, started(model, ids), ids))
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_saved_cache_resumes_bit_for_bit(name, tmp_path):
+    model, path, more = build(name), tmp_path / "cache.safetensors", tokens(3, 5, seed=2)
+    cache = started(model, tokens(2, 6))
+    cache.append()
+    cache.save(path, of="weights")
+    loaded = HybridState.load(path, build(name), of="weights")
+    assert loaded.positions == cache.positions == [6, 6, 0]
+    assert torch.equal(run(model, loaded, more), run(model, cache, more))
+    assert same_cache(loaded, cache)
+
+
+def test_a_file_of_another_model_is_refused_with_both_named(tmp_path):
+    path = tmp_path / "cache"
+    started(build("sdm"), tokens(1, 3)).save(path, of="one")
+    model = build("sdm")
+    for other, words in (
+        (build("full"), ["layers", "'swa'", "'full'"]),
+        (HybridLM(VOCAB, 16, 2, mlp_hidden=0, **{**SIZES, **MODELS["sdm"], "window": 5}), ["window = 5", "window = 4"]),
+    ):
+        with pytest.raises(FileFormatError) as caught:
+            HybridState.load(path, other, of="one")
+        assert all(word in str(caught.value) for word in words), caught.value
+    with pytest.raises(FileFormatError, match=r"weights two.*weights one"):
+        HybridState.load(path, model, of="two")
+    model.blocks[1].mixer.memory.add_(1)
+    with pytest.raises(FileFormatError, match="initial memory"):
+        HybridState.load(path, model, of="one")
+    with pytest.raises(FileError, match="nowhere"):
+        HybridState.load(tmp_path / "nowhere", model)
+    with pytest.raises(ValueRangeError, match="empty"):
+        HybridState().save(path)
+
+
+def test_damaged_files_are_value_errors(tmp_path):
+    model, path = build("sdm"), tmp_path / "cache"
+    started(model, tokens(1, 6)).save(path)
+    good, draw = path.read_bytes(), random.Random(0)
+    header = 8 + int.from_bytes(good[:8], "little")
+    for case in range(400):
+        damaged = bytearray(good)
+        if case % 4 == 0:
+            damaged = damaged[: draw.randrange(len(good))]
+        elif case % 4 == 1:
+            damaged[draw.randrange(8)] ^= 1 << draw.randrange(8)  # the header's length: up to 2^63
+        else:
+            damaged[draw.randrange(8, header) if case % 4 == 2 else draw.randrange(header, len(good))] ^= (
+                1 << draw.randrange(8)
+            )
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"HybridState.load|MemoryState.load"):
+            HybridState.load(path, model)
+    path.write_bytes(good)
+    assert HybridState.load(path, model).positions == [6]
+
+
+def test_kill_while_saving_leaves_the_old_file_or_the_new(tmp_path):
+    model, path = build("sdm"), tmp_path / "cache"
+    caches = {count: started(model, tokens(1, count)) for count in (3, 9)}
+    caches[3].save(path)
+    begin = time.monotonic()
+    caches[3].save(path)
+    once, draw = time.monotonic() - begin, random.Random(0)
+    seen = set()
+    for _ in range(40):
+        child = os.fork()
+        if child == 0:
+            try:
+                while True:
+                    for cache in reversed(caches.values()):
+                        cache.save(path)
+            finally:
+                os._exit(1)
+        time.sleep(draw.uniform(0, 3 * once))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        found = HybridState.load(path, model)
+        assert same_cache(found, caches[found.position])
+        seen.add(found.position)
+    assert seen == {3, 9}
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path):
+    model, path = build("sdm"), tmp_path / "cache"
+    started(model, tokens(1, 3)).save(path)
+    before, cache = path.read_bytes(), started(model, tokens(1, 9))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        with pytest.raises(FileError):
+            cache.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == before and [one.name for one in tmp_path.iterdir()] == ["cache"]
