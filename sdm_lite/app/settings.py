@@ -83,7 +83,7 @@ class Settings:
             raise mistake(command, "settings", "a value for every setting", got, "start a new run")
         values: dict[str, Any] = {name: tuple(v) if isinstance(v := stored[name], list) else v for name in names}
         for field in dataclasses.fields(cls):
-            if not _is_of(field.type, values[field.name]):
+            if not _is_of(str(field.type), values[field.name]):
                 got = f"{values[field.name]!r:.40}"
                 raise mistake(command, f"setting {field.name}", str(field.type), got, "start a new run")
         return cls(**values)
