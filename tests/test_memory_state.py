@@ -243,6 +243,9 @@ def bad_calls(rng):
         call[place][0, 1, 0] = value
         yield what, call, IndexError
     call = [a.copy() for a in good]
+    call[1], call[5] = (np.full_like(call[place], -(2**40), np.int64) for place in (1, 5))
+    yield "below zero everywhere, but no padding", call, IndexError
+    call = [a.copy() for a in good]
     call[1][0, 0, 1] = call[1][0, 0, 0]
     yield "slot twice", call, IndexError
     call = [a.copy() for a in good]
