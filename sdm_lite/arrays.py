@@ -128,7 +128,7 @@ def from_float(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def to_slots(x: np.ndarray) -> np.ndarray:
     """Return int32 or int64 slots as contiguous int32; what does not fit stays out of any table's range."""
     if x.dtype == np.int64:
-        x = np.clip(x, -1, np.iinfo(np.int32).max)
+        x = np.clip(x, np.iinfo(np.int32).min, np.iinfo(np.int32).max)
     return plain(x, np.int32)
 
 

@@ -19,7 +19,7 @@ from state_programs import OPERATIONS, Program
 import sdm_lite
 from sdm_lite import MemoryState, StateBusy, StateFull
 
-#: programs of random operations: SDM_LITE_STATE_PROGRAMS=50000 python -m pytest tests/test_memory_state.py -k programs
+#: programs of random operations; very many of them: python tests/support/state_programs.py 50000
 PROGRAMS = int(os.environ.get("SDM_LITE_STATE_PROGRAMS", "2000"))
 NAMES = ["plain", "narrow_D3", "D17_slot_decay", "D64_W64", "D100", "long", "wipe_slot", "no_tokens", "one_of_each"]
 
@@ -168,6 +168,17 @@ def test_forks_share_until_one_writes_and_give_back_when_gone(rng):
     assert state.nbytes().owned == owned
 
 
+def test_a_fork_copies_an_index_of_the_rows_owned_whatever_the_slots(rng):
+    copied = []
+    for slots in (64, 1 << 20):
+        state = MemoryState((2, slots, 16), 1)
+        for call in [token(rng) for _ in range(5)]:  # the same slots, below 64
+            state.step(*call)
+        copied.append(state.fork([0])._index.table.nbytes)
+        assert copied[-1] <= 32 * 2 * 5 * 4
+    assert len(set(copied)) == 1
+
+
 def test_rollback_copies_no_rows_and_release_frees_them(rng):
     state = MemoryState((2, 64, 16), 1)
     for _ in range(3):
@@ -242,6 +253,9 @@ def bad_calls(rng):
         call = [a.copy() for a in good]
         call[place][0, 1, 0] = value
         yield what, call, IndexError
+    call = [a.copy() for a in good]
+    call[1], call[5] = (np.full_like(call[place], -(2**40), np.int64) for place in (1, 5))
+    yield "below zero everywhere, but no padding", call, IndexError
     call = [a.copy() for a in good]
     call[1][0, 0, 1] = call[1][0, 0, 0]
     yield "slot twice", call, IndexError

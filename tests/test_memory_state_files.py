@@ -158,6 +158,17 @@ def test_a_mismatch_names_both(initial, tmp_path):
         load(tmp_path / "nothing-here", initial=initial)
 
 
+def test_zeros_of_torch_come_back(tmp_path):
+    torch = pytest.importorskip("torch")
+    state = MemoryState((H, N, D), 2, dtype=torch.bfloat16)
+    state.step(*[torch.from_numpy(a) for a in token(np.random.default_rng(0))])
+    state.save(tmp_path / "state")
+    loaded = MemoryState.load(tmp_path / "state", initial=(H, N, D), dtype=torch.bfloat16)
+    assert loaded.dense().dtype == torch.bfloat16 and torch.equal(loaded.dense(), state.dense())
+    with pytest.raises(FileFormatError, match="dtype: expected float32 .* got bfloat16 in the file"):
+        MemoryState.load(tmp_path / "state", initial=(H, N, D), dtype=torch.float32)
+
+
 def test_without_safetensors_one_clear_error(initial, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(sdm_lite.BackendError, match="pip install safetensors"):

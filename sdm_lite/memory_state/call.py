@@ -68,7 +68,8 @@ def lifted(op: str, call: list) -> list:
 def check(state: MemoryState, op: str, call: list) -> None:
     """Check the call's metadata."""
     like = _Shape(state.shape, np.dtype(state._initial.compute))
-    validate.check_delta(op, *call, like, None, in_place=True)
+    v, ws, ww, g, b, rs, rw = call
+    validate.check_delta(op, v, ws, ww, g, b, rs, rw, like, None, in_place=True)
 
 
 def check_once(state: MemoryState, op: str, call: list) -> None:

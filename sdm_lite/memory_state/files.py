@@ -147,7 +147,7 @@ def read(op: str, path: Path, after: tuple[str, ...] = ()) -> Contents:
     tokens, owned, slots, source, rows = (arrays[name] for name in _ARRAYS)
     lanes = config["batch"] * config["heads"]
     kind = _ROWS["bfloat16" if metadata["stored"] == BF16 else config["dtype"]]
-    good = tokens.shape == (config["batch"],) and owned.shape == (lanes,) and slots.ndim == source.ndim == 1
+    good: Any = tokens.shape == (config["batch"],) and owned.shape == (lanes,) and slots.ndim == source.ndim == 1
     good = (
         good
         and rows.dtype == _NUMPY[kind]
@@ -163,7 +163,8 @@ def read(op: str, path: Path, after: tuple[str, ...] = ()) -> Contents:
     inside = (slots >= 0) & (slots < config["slots"])
     if not inside.all() or (np.diff(key) <= 0).any() or (source >= len(rows)).any():
         _damaged(op, path, "slots out of range or out of order")
-    stored, chain, row = metadata["stored"], (path.name,), source.copy()
+    stored, row = metadata["stored"], source.copy()
+    chain: tuple[str, ...] = (path.name,)
     if metadata.get("base") is not None:
         if len(after) >= _LONGEST_CHAIN:
             _damaged(op, path, f"a chain of more than {_LONGEST_CHAIN} base files")
@@ -291,7 +292,7 @@ def _digest(metadata: dict[str, str], arrays: dict[str, np.ndarray]) -> str:
     for name in _ARRAYS:
         array = np.ascontiguousarray(arrays[name])
         found.update(f"{name} {array.dtype} {array.shape}".encode())
-        found.update(array.reshape(-1).view(np.uint8))
+        found.update(array.reshape(-1).view(np.uint8).data)
     return found.hexdigest()
 
 

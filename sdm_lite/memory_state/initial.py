@@ -36,6 +36,8 @@ class Initial:
 
     def __init__(self, op: str, initial: Any, dtype: Any):
         self._digest: str | None = None
+        self.bits: np.ndarray | None = None
+        self.numpy_dtype: np.dtype | None = None
         if isinstance(initial, (tuple, list)):
             self._open_zeros(op, initial, dtype)
         else:
@@ -51,13 +53,14 @@ class Initial:
         if len(sizes) != 3 or min(sizes) < 0:
             expected = "an array [H, N, D], or the shape (H, N, D) of zeros"
             raise ShapeError(message(op, "initial", expected, str(sizes), "give three sizes"))
-        self.shape, self.bits = sizes, None
+        self.shape = sizes
         self.dtype = _dtype_word(op, "float32" if dtype is None else dtype)
         self.kind = "torch" if type(dtype).__module__ == "torch" else "numpy"
         if self.kind == "numpy" and self.dtype == "bfloat16":
             fix = "pass dtype=torch.bfloat16, or an initial memory in bfloat16"
             raise DtypeError(message(op, "dtype", "a dtype that NumPy has", "bfloat16", fix))
-        self.numpy_dtype = None if self.kind == "torch" else np.dtype(self.dtype)
+        if self.kind == "numpy":
+            self.numpy_dtype = np.dtype(self.dtype)
 
     def _open_array(self, op: str, initial: Any, dtype: Any) -> None:
         self.kind = arrays.kind_of(op, "initial", initial)
@@ -92,6 +95,7 @@ class Initial:
             from .. import torch_state
 
             return torch_state.from_storage(bits, self.dtype)
+        assert self.numpy_dtype is not None, "every kind but torch has one"
         bits = bits.view(self.numpy_dtype)
         return bits if self.bits is None else arrays.like(self.like, self.kind, bits)
 
@@ -113,7 +117,7 @@ class Initial:
             found = hashlib.sha256()
             flat = self.bits.reshape(-1).view(np.uint8)
             for start in range(0, len(flat), _BLOCK):
-                found.update(flat[start : start + _BLOCK])
+                found.update(flat[start : start + _BLOCK].data)
             self._digest = found.hexdigest()
         return self._digest
 

@@ -36,7 +36,7 @@ class RowPool:
         self.clock = 0
         self.lock = threading.Lock()
         self._dropped: collections.deque[tuple[np.ndarray, int]] = collections.deque()
-        # as many rows one element apart as Numba needs to call it 2-D: kernels go by the address of its first number
+        # rows one element apart: to the kernels, which go by its address, row n is n elements from here (cpu/paged.py)
         start = np.zeros(width + 1, storage)
         self._origin = np.lib.stride_tricks.as_strided(start, (2, width), (storage.itemsize,) * 2)
         self._zeros = np.zeros(width, storage)
@@ -54,7 +54,7 @@ class RowPool:
             grown = [np.empty(size, array.dtype) for array in self.numbers[:3]]
             for new, old in zip(grown, self.numbers):
                 new[: len(old)] = old
-            self.numbers = overlay.Numbers(*grown, self.numbers.counters)
+            self.numbers = overlay.Numbers(grown[0], grown[1], grown[2], self.numbers.counters)
 
     def cover(self, op: str) -> None:
         """Make the pages of all numbers given out, or raise StateFull or MemoryError."""

@@ -1,6 +1,16 @@
-"""Random programs of a `MemoryState`'s operations, each run by the state and by the plain model."""
+"""Random programs of a `MemoryState`'s operations, each run by the state and by the plain model.
+
+The tests draw a few thousand with hypothesis, which shrinks a failure. Very many, by seed, without its overhead::
+
+    python tests/support/state_programs.py 50000
+"""
 
 from __future__ import annotations
+
+import os
+import pathlib
+import sys
+import tempfile
 
 import numpy as np
 import pytest
@@ -149,3 +159,30 @@ def owned_bytes(family) -> int:
             if not hasattr(record, "table"):
                 rows.update(record[:, 2].tolist())
     return len(rows - {-1}) * pool.row_bytes
+
+
+def main(count: int) -> None:
+    """Run the programs of seeds 0 to count; the first difference ends it."""
+    os.fsync = lambda descriptor: None  # small files that nobody needs after a power cut
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(count):
+            rng = np.random.default_rng(seed)
+            dtype, rule, by_slot = (
+                (np.float32, np.float64)[seed % 2],
+                ("shared", "per_slot")[seed // 2 % 2],
+                seed // 4 % 2,
+            )
+            program = Program(rng, dtype, rule, int(rng.integers(0, 4)), bool(by_slot), pathlib.Path(folder))
+            for operation in rng.choice(OPERATIONS, int(rng.integers(4, 15))):
+                try:
+                    getattr(program, operation)()
+                    program.check()
+                except BaseException:
+                    print(f"seed {seed}, in {operation}", flush=True)
+                    raise
+            if (seed + 1) % 1000 == 0:
+                print(f"{seed + 1} programs, no difference", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
