@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import fwpkm_equations as eq
-from .row_table import RowTable
 from .rooms import Lookup
+from .row_table import RowTable
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class StreamSaved(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """The part of a chunk that a call holds: tokens [start, stop), read from `read` on, after `carried` earlier ones."""
+    """What a call holds of a chunk: tokens [start, stop), read from `read` on, and `carried` ones before."""
 
     start: int
     stop: int
@@ -124,12 +124,13 @@ def pairs_of(segment: Segment, mask: np.ndarray, options: StreamOptions) -> Pair
     target = source + ahead
     valid = segment.flat(mask)
     members = np.flatnonzero(valid[: sequences * size])
-    wrapped = first + np.arange(size - ahead, size) if options.pairs == "wrap" else first[:, :0]
-    carried = sequences * size + np.arange(sequences * segment.carried).reshape(sequences, segment.carried)
-    early = first + np.arange(max(wrapped.shape[1], carried.shape[1]))
-    late = carried if segment.carried else wrapped
+    late = first[:, :0]  # sources whose targets are the chunk's first tokens
+    if options.pairs == "wrap" and ahead <= size:
+        late = first + np.arange(size - ahead, size)
+    elif segment.carried:
+        late = sequences * size + np.arange(sequences * segment.carried).reshape(sequences, segment.carried)[:, :size]
     source = np.concatenate([source, late], axis=1).ravel()
-    target = np.concatenate([target, early], axis=1).ravel()
+    target = np.concatenate([target, first + np.arange(late.shape[1])], axis=1).ravel()
     both = valid[source] & valid[target]
     source, target = source[both], target[both]
     counted = np.concatenate([members, source[source >= sequences * size]])
@@ -178,7 +179,8 @@ def stream_forward(
     for segment in segments(call, options):
         chunk = _read(segment.flat(call.queries), keys, after, options, room)
         readings = room.embedding_bag_forward(chunk.entry, chunk.places, chunk.weights)
-        body = readings[: sequences * (segment.stop - segment.read)].reshape(sequences, -1, table.shape[1])
+        count = segment.stop - segment.read
+        body = readings[: sequences * count].reshape(sequences, count, table.shape[1])
         new = max(call.fresh, segment.read)
         retrieved[:, new - call.fresh : segment.stop - call.fresh] = body[:, new - segment.read :]
         if segment.complete:
@@ -259,6 +261,13 @@ class StreamGradients(NamedTuple):
     keys: np.ndarray  # [H, 2, m, h], at the call's start
     rows: np.ndarray  # int32 [V], distinct: the slots of
     row_gradients: np.ndarray  # [V, D], of the table at the call's start; all other rows' are zero
+
+
+def dense_rows(gradients: StreamGradients, num_slots: int) -> np.ndarray:
+    """Return the gradient of the whole table, [num_slots, D]."""
+    dense = np.zeros((num_slots, gradients.row_gradients.shape[1]), gradients.row_gradients.dtype)
+    dense[gradients.rows] = gradients.row_gradients
+    return dense
 
 
 def stream_backward(

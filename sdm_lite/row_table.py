@@ -36,13 +36,22 @@ class RowTable:
         self._owned = np.empty((0, self.shape[1]), self.dtype)
         self._slots = np.empty(0, np.int32)  # of the owned rows
 
-    def plain(self) -> np.ndarray | None:
-        """Return the base where it is an array and holds every row as it is, else None."""
-        return self.base if self._place is None and isinstance(self.base, np.ndarray) else None
-
     def owned(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the owned rows' slots [U] and the rows [U, D]; to be read only."""
         return self._slots, self._owned[: len(self._slots)]
+
+    def parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return base [S, D], place int32 [S] (empty where nothing is owned) and owned rows, for `from_parts`."""
+        place = np.empty(0, np.int32) if self._place is None else self._place
+        return self.base, place, self._owned
+
+    @classmethod
+    def from_parts(cls, base: np.ndarray, place: np.ndarray, owned: np.ndarray) -> RowTable:
+        """Return a table for reading alone, from another's parts."""
+        table = cls(base)
+        if len(place):
+            table._place, table._owned = place, owned
+        return table
 
     def gather(self, slots: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Return the rows of `slots` [U]."""

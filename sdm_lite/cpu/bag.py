@@ -69,7 +69,7 @@ def number_slots(slots: np.ndarray, num_slots: int) -> tuple[np.ndarray, np.ndar
 
 
 def _by_slot(slots: np.ndarray, num_slots: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the slots that are read, and for the u-th of them its reads' flat numbers order[start[u] : start[u + 1]]."""
+    """Return (start, order, used): the slots that are read, and the u-th one's reads order[start[u] : start[u + 1]]."""
     used, places = number_slots(slots, num_slots)
     start, order = np.zeros(len(used) + 1, np.int64), np.empty(slots.size, np.int32)
     _counting_sort(places.reshape(-1), start, order)

@@ -11,7 +11,7 @@ import torch
 
 def read(q, keys, values, k, epsilon):
     """Return (retrieved [n, D], weights [n, H, k], slots, half scores [n, H, 2, m]) of q [n, H, dk]."""
-    n, heads, m = len(q), keys.shape[0], keys.shape[2]
+    n, heads = len(q), keys.shape[0]
     halves = q.view(n, heads, 2, 1, -1)
     scores = -((halves - keys).square().sum(-1) + epsilon).log()
     sums = (scores[:, :, 0, :, None] + scores[:, :, 1, None, :]).flatten(2)
@@ -41,9 +41,9 @@ def step_factor(weights, scale):
 
 
 def write(q, v, g, mask, carried, keys, values, *, k, lookahead, pairs, scale, value_rate, key_rate, epsilon):
-    """Return keys and values after one chunk; q [P, C, H, dk], v [P, C, D], g, mask [P, C]; `carried` is (q, g, mask) or None.
+    """Return keys and values after one chunk; q [P, C, H, dk], v [P, C, D], g, mask [P, C].
 
-    Gradients of the slow inputs flow through everything but counts and addresses.
+    `carried` is (q, g, mask) of the chunk before, or None. Gradients of the slow inputs flow through everything but counts and addresses.
     """
     (P, C), L = g.shape, lookahead
     sources = [(q[p, t], g[p, t], v[p, t + L]) for p in range(P) for t in range(C - L) if mask[p, t] and mask[p, t + L]]
