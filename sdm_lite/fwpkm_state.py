@@ -239,7 +239,7 @@ class FwPKMState:
         return after_call(op, (queries, values, gates), self, options, bool(update), mask, backend)
 
     def step(self, queries: Any, values: Any, gates: Any, **options: Any) -> Any:
-        """Return the retrieved values [B, D] of one token, as `extend`: queries [B, H, 2h], values [B, D], gates [B]."""
+        """Return the retrieved values [B, D] of one token, as `extend`; queries [B, H, 2h], gates [B]."""
         for name, x, rank in (("queries", queries, 3), ("values", values, 2), ("gates", gates, 1)):
             if len(x.shape) != rank:
                 got = str(list(x.shape))
