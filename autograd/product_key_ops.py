@@ -85,9 +85,7 @@ class _Stream(Function):
         results: list,
     ) -> Any:
         mask, carried, fresh = call
-        flat = StreamCall(
-            *(np.ascontiguousarray(x) for x in (queries, values, gates)), mask=mask, carried=carried, fresh=fresh
-        )
+        flat = StreamCall._make((*(np.ascontiguousarray(x) for x in (queries, values, gates)), mask, carried, fresh))
         retrieved, keys, table, saved = stream_forward(flat, lane.keys, lane.table, options, room, save=any(ctx.needs))
         results.append((keys, table))
         ctx.save(flat, saved)

@@ -46,11 +46,11 @@ class Lane:
         writes = update and self.filled + mask.shape[1] >= options.chunk
         options = StreamOptions(**{**vars(options), "update": writes})
         if not writes or not self.pieces:
-            return StreamCall(*floats, mask=mask, carried=0, fresh=0), options
+            return StreamCall._make((*floats, mask, 0, 0)), options
         past = [np.concatenate([piece[i] for piece in self.pieces], axis=1) for i in range(4)]
         joined = [concatenate([old, new]) for old, new in zip(past, floats)]
         whole = np.concatenate([past[3], mask], axis=1)
-        return StreamCall(*joined, mask=whole, carried=self.carried, fresh=self.carried + self.filled), options
+        return StreamCall._make((*joined, whole, self.carried, self.carried + self.filled)), options
 
     def commit(
         self, options: StreamOptions, call: StreamCall, keys: np.ndarray, slots: np.ndarray, rows: np.ndarray
@@ -81,7 +81,7 @@ class Lane:
         if not self.filled:
             return
         past = [np.concatenate([piece[i] for piece in self.pieces], axis=1) for i in range(4)]
-        call = StreamCall(*past, carried=self.carried, fresh=self.carried)
+        call = StreamCall._make((*past, self.carried, self.carried))
         short = StreamOptions(**{**vars(options), "chunk": self.filled, "update": True})
         (segment,) = segments(call, short)
         if len(pairs_of(segment, call.mask, short).source):
@@ -93,7 +93,7 @@ class Lane:
 
 def _tail(call: StreamCall, start: int, stop: int) -> StreamCall:
     """Return copies of some of a call's tokens: the caller may go on to change its arrays."""
-    return StreamCall(*(np.array(x[:, start:stop]) for x in call[:4]), carried=0, fresh=0)
+    return StreamCall._make((*(np.array(x[:, start:stop]) for x in call[:4]), 0, 0))
 
 
 class StateBytes(NamedTuple):
@@ -371,7 +371,7 @@ class FwPKMState:
         if self.per_sequence:
             return [self._known()[i] for i in places]
         lane = self._known()[0].fork()
-        lane.pieces = [StreamCall(*(x[places] for x in piece[:4]), carried=0, fresh=0) for piece in lane.pieces]
+        lane.pieces = [StreamCall._make((*(x[places] for x in piece[:4]), 0, 0)) for piece in lane.pieces]
         return [lane]
 
     # ---- files ------------------------------------------------------------------------------------------------------

@@ -239,7 +239,7 @@ def _operands(flat: tuple) -> _Stream:
 
 def _call(x: Any) -> StreamCall:
     floats = (_array(t) for t in (x.queries, x.values, x.gates))
-    return StreamCall(*floats, mask=x.mask.detach().numpy(), carried=x.carried, fresh=x.fresh)
+    return StreamCall._make((*floats, x.mask.detach().numpy(), x.carried, x.fresh))
 
 
 @custom_op(
@@ -288,7 +288,7 @@ def fwpkm_backward(queries, values, gates, mask, saved, dretrieved, carried, fre
     """Return the gradients of queries, values, gates and keys, and where num_slots >= 0 of the whole table."""
     *options, _, num_slots, backend = rest
     floats = (_array(x) for x in (queries, values, gates))
-    call = StreamCall(*floats, mask=mask.detach().numpy(), carried=carried, fresh=fresh)
+    call = StreamCall._make((*floats, mask.detach().numpy(), carried, fresh))
     room, kept = rooms.room(backend, "fwpkm"), StreamSaved(*convert.unpack_saved(saved))
     d = stream_backward(call, StreamOptions(*options), kept, _array(dretrieved), room)
     gradients = [*d[:4], dense_rows(d, num_slots)] if num_slots >= 0 else d[:4]
