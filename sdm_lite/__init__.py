@@ -25,7 +25,10 @@ from .errors import (
     StateFull,
     ValueRangeError,
 )
+from .fwpkm_op import fwpkm
+from .fwpkm_state import FwPKMState
 from .ops import hash_slots, product_key_topk, sparse_delta_rule, sparse_delta_rule_
+from .product_key_memory import embedding_bag, embedding_bag_gradient, idw_product_key_topk, product_key_lookup
 from .rooms import backends
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ __all__ = [
     "FileError",
     "FileFormatError",
     "MemoryState",
+    "FwPKMState",
     "SdmError",
     "ShapeError",
     "SlotError",
@@ -47,7 +51,12 @@ __all__ = [
     "StateFull",
     "ValueRangeError",
     "backends",
+    "embedding_bag",
+    "embedding_bag_gradient",
+    "fwpkm",
     "hash_slots",
+    "idw_product_key_topk",
+    "product_key_lookup",
     "product_key_topk",
     "sparse_delta_rule",
     "sparse_delta_rule_",
