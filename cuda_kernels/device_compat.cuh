@@ -109,14 +109,15 @@ __device__ __forceinline__ void store_two(fp16* p, float2 x) {
   *(unsigned*)p = fp16_bits(x.x) | (unsigned)fp16_bits(x.y) << 16;
 }
 
-// ---- shared memory in pieces; under AddressSanitizer a poisoned strip follows each piece ----
-#if defined(SIMT_CPU) && defined(SIMT_ASAN)
-constexpr int kSmemStrip = 64;
+// ---- shared memory in pieces -----------------------------------------------------------------------------------
+// What one array of so many bytes takes of the block's dynamic shared memory.
+__host__ __device__ constexpr int smem_bytes_for(int bytes) { return (bytes + 15) / 16 * 16; }
+
+#ifdef SIMT_CPU
+constexpr int kSmemStrip = simt::kStripBytes;  // not part of what a launch asks for
 #else
 constexpr int kSmemStrip = 0;
 #endif
-// What one array of so many bytes takes of the block's dynamic shared memory.
-__host__ __device__ constexpr int smem_bytes_for(int bytes) { return (bytes + 15) / 16 * 16 + kSmemStrip; }
 
 // Several arrays of one length, chosen by a number known only at run time: base and stride stay in registers,
 // where an array of pointers would go to local memory.
@@ -129,19 +130,22 @@ struct SmemRing {
 
 struct SmemCut {
   unsigned char* next;
+#ifdef SIMT_CPU
+  int strips = 0;
+#endif
 
   template <typename T>
   __device__ __forceinline__ T* take(int count) {
     T* piece = (T*)next;
-    next += smem_bytes_for(count * (int)sizeof(T));
-#if defined(SIMT_CPU) && defined(SIMT_ASAN)
-    simt::poison(piece + count, next);
+    next += smem_bytes_for(count * (int)sizeof(T)) + kSmemStrip;
+#ifdef SIMT_CPU
+    simt::check_piece(piece, piece + count, next, strips++);
 #endif
     return piece;
   }
   template <typename T>
   __device__ __forceinline__ SmemRing<T> ring(int arrays, int count) {
-    const SmemRing<T> r{next, smem_bytes_for(count * (int)sizeof(T))};
+    const SmemRing<T> r{next, smem_bytes_for(count * (int)sizeof(T)) + kSmemStrip};
     for (int i = 0; i < arrays; ++i) take<T>(count);
     return r;
   }
