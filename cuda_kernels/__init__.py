@@ -1,11 +1,8 @@
-"""The CUDA room. It holds no kernels in this release, so every door of it raises with the reason."""
+"""The CUDA room: raw CUDA kernels through CuPy, and Numba CUDA kernels; needs a GPU and the extra `cuda12` or `cuda13`."""
 
 if __name__ != "sdm_lite.cuda_kernels":
     raise ImportError("this folder is the package sdm_lite.cuda_kernels: install sdm-lite and import that")
 
+from .devices import unavailable
+
 __all__ = ["unavailable"]
-
-
-def unavailable() -> str | None:
-    """Return why no CUDA call can be served."""
-    return "the cuda room has no kernels in this release: move the arrays to the CPU"

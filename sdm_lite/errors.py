@@ -36,6 +36,10 @@ class BackendError(SdmError, ImportError):
     """The room asked for is not ready here; the text says what it needs."""
 
 
+class DeviceMemoryError(SdmError, MemoryError):
+    """A device has not the memory that a call needs; the text names the bytes and what would need fewer."""
+
+
 def message(op: str, argument: str, expected: str, got: str, fix: str) -> str:
     """Return the one form that all error texts have.
 
