@@ -1,4 +1,4 @@
-"""The CUDA room: raw CUDA kernels through CuPy, and Numba CUDA kernels; needs a GPU and the extra `cuda12` or `cuda13`."""
+"""The CUDA room: raw CUDA kernels through CuPy, and Numba CUDA kernels; needs a GPU and an extra, cuda12 or cuda13."""
 
 if __name__ != "sdm_lite.cuda_kernels":
     raise ImportError("this folder is the package sdm_lite.cuda_kernels: install sdm-lite and import that")

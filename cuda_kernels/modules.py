@@ -20,7 +20,7 @@ _kernels: dict[tuple, Any] = {}
 _lock = threading.RLock()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def source(file: str) -> str:
     """Return a kernel file with each of this folder's headers put in where it is first included.
 

@@ -80,7 +80,7 @@ def module_of(*arrays: Any) -> Any:
 
 
 def common_device(op: str, named: dict[str, Any]) -> str:
-    """Return where all of a call's arrays lie, "cpu" or "cuda:N", or raise DeviceError: nothing is copied in silence."""
+    """Return where all of a call's arrays lie, "cpu" or "cuda:N", or raise DeviceError: none is copied in silence."""
     devices = {name: _device_of(x) for name, x in named.items()}
     away = next((name for name, device in devices.items() if device != "cpu"), None)
     if away is None:
