@@ -58,7 +58,8 @@ def emulate(source, kernel, *, grid, block, args, shared_bytes=0, **options) -> 
         Dynamic shared memory of a block.
     **options
         build ("plain", "asan", "tsan"), schedule ("forward", "reverse", "random"), seed, async_copies ("late",
-        "early"), workers (OS threads that run blocks), defines (``["NAME=1"]``), timeout (seconds).
+        "early"), workers (OS threads that run blocks), defines (``["NAME=1"]``), timeout (seconds),
+        serve: kernels to compile into the same program, so that launches of any of them share one compilation.
 
     Raises
     ------
@@ -70,10 +71,10 @@ def emulate(source, kernel, *, grid, block, args, shared_bytes=0, **options) -> 
 
 def several(
     source, launches: Sequence[Launch], *, build="plain", schedule="forward", seed=0, async_copies="late", workers=1,
-    defines=(), timeout=300,
+    defines=(), serve=(), timeout=300,
 ) -> None:  # fmt: skip
     """Run launches of one file in order in one process; arrays keep their values from one launch to the next."""
-    kernels = list(dict.fromkeys(launch.kernel for launch in launches))
+    kernels = list(dict.fromkeys([*serve, *(launch.kernel for launch in launches)]))
     path = program(source, kernels, build, defines)
     arrays: dict[int, np.ndarray] = {}
     how = struct.pack("<IQII", _SCHEDULE[schedule], seed, async_copies == "late", workers)
@@ -114,15 +115,9 @@ def _pack(launch: Launch, kernel: int, how: bytes, arrays: dict[int, np.ndarray]
 
 
 def _run(command, timeout: float) -> None:
+    told = {**os.environ, **ENVIRONMENT}
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout,
-            env={**os.environ, **ENVIRONMENT},
-        )
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout, env=told)
     except subprocess.TimeoutExpired as error:
         raise EmulationError(f"the launch ran longer than {timeout} s") from error
     if done.returncode:

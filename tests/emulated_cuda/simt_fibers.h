@@ -43,7 +43,7 @@ namespace simt {
 
 constexpr size_t kMaxSharedBytes = 227 * 1024;  // what a block can have on the largest GPUs
 constexpr size_t kGuardBytes = 8192;            // poisoned under ASan: strips between the pieces, and what is beyond
-constexpr size_t kStackBytes = 64 * 1024;
+constexpr size_t kStackBytes = 128 * 1024;
 inline thread_local unsigned char dynamic_smem[kMaxSharedBytes + kGuardBytes] __attribute__((aligned(128)));
 
 enum class Schedule : uint32_t { forward, reverse, random };  // in which fibers run between barriers, and blocks
