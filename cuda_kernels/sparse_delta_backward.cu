@@ -1,0 +1,256 @@
+// Sparse delta rule, backward: the forward's tokens in reverse, its writes undone (spec sections 5 and 6). G is dL/dM.
+//
+//   read :  G[r] += q_r dy;                 dq_r = <M[r], dy>
+//   write:  ddelta = sum_i k_i G[i];        dv = beta ddelta;     dbeta = <ddelta, error>
+//           M_prev[i] = logged row, or (M[i] - k_i delta) inverse_i,  delta = beta error
+//           dm_i = G[i] - beta k_i ddelta;  dk_i = <G[i], delta> - beta <ddelta, alpha_i M_prev[i]>
+//           dlog_decay_i = <dm_i, alpha_i M_prev[i]>
+//           G[i] = alpha_i dm_i;            M[i] = M_prev[i]
+//   rule "per_slot": s_i = <G[i], v - alpha_i M_prev[i]> in place of dk_i (dk_i = beta s_i, dbeta = sum_i k_i s_i:
+//           sum_partials.cu);  dv = sum_i beta k_i G[i];  M_prev[i] = logged row, or (M[i] - beta k_i v) inverse_i;
+//           dm_i = G[i] - beta k_i G[i];    the rest as above
+//
+// Shapes as in sparse_delta_forward.cu, and:
+//   table [.., D] State, in: after the last token, out: before the first, as restored
+//   grad [.., D] real, in: dL/d(final state) or zeros, out: dL/d(initial state); rows no token touches stay as they are
+//   target [n, D] real: the saved error ("shared"), values ("per_slot");  dreadings, dvalues [n, D] real
+//   alpha [n, A], inverse [n, I] (I = W for "per_slot", else A; sparse_delta_gates.cu)
+//   log_place [n, W] or null, log_rows, log_scales, storage: as the forward left them (delta_log.cuh)
+//   *_parts: partial sums by 32 columns for sum_partials.cu: [ceil(D / 32), n, W or R], dbeta_parts [ceil(D / 32), n]
+//   all_tokens: n
+// State: that of the forward where every write is logged, or where it is float or double. Rows of a 16-bit state that
+// are inverted need a float table (State float, storage kBf16 or kFp16 for what is logged): they are no 16-bit numbers.
+//
+// Launch: grid (L, ceil(D / TILE)), 4 TILE threads, shared bytes as shared_memory.py has it: s(x) = x rounded up to 16,
+//   2 s(row_budget TILE sizeof State) + 2 s(row_budget TILE sizeof real) + 3 s(8 row_budget) + s(parts TILE sizeof real)
+//   + 2 token_budget (s(2 W) + s(2 R) + s(W real) + s(R real) + s(A real) + s(I real) + 16 + 2 s(TILE real)
+//                     + [log_place: s(4 W) + W TILE bits / 8 + s(4 W TILE / 32)])
+// Ownership: as in the forward. M and G of a row travel together. Logged rows are staged like the tokens' inputs.
+// Order of sums: over rows as in delta_tile.cuh; over a block of 32 columns: a thread's two columns first, then 16
+// threads in a tree 8, 4, 2, 1 apart. The plan is the forward's, walked backwards; the bits of every result are the
+// same for any TILE, budgets, batch and schedule.
+// Traffic per token and lane: at most 2 (W + R) D (sizeof State + real) + 4 D real, less what neighbouring chunks share,
+// the logged rows, and (2 W + R + 1) ceil(D / 32) real of partial sums. Barriers a token: three; "per_slot" two.
+//
+// The caller ensures: as for the forward; a row that is not logged has a finite inverse.
+// Twins: sdm_lite/reference/delta.py, sdm_lite/cpu/backward.py (whose sums run in other orders).
+#include "delta_log.cuh"
+#include "delta_walk.cuh"
+
+__device__ __forceinline__ unsigned half_warp() { return 0xffffu << (threadIdx.x & 16); }
+
+// Sums each of kHeld numbers over the half warp's 16 threads; thread i gets the sum of number i / 2.
+template <typename Real>
+__device__ __forceinline__ Real sum_rows(Real (&x)[kHeld]) {
+#pragma unroll
+  for (int left = kHeld / 2; left; left /= 2) {  // threads 2 * left apart: each keeps half of its numbers
+    const bool upper = threadIdx.x & (2 * left);
+#pragma unroll
+    for (int i = 0; i < left; ++i) {
+      const Real sent = upper ? x[i] : x[i + left];
+      x[i] = (upper ? x[i + left] : x[i]) + __shfl_xor_sync(half_warp(), sent, 2 * left);
+    }
+  }
+  return x[0] + __shfl_xor_sync(half_warp(), x[0], 1);
+}
+template <typename Real>
+__device__ __forceinline__ Real sum_one(Real x) {
+#pragma unroll
+  for (int apart = 8; apart; apart /= 2) x += __shfl_xor_sync(half_warp(), x, apart);
+  return x;
+}
+// a.x b.x + a.y b.y on top of `sum`, one fma each.
+template <typename Real, typename Two>
+__device__ __forceinline__ Real dot_two(Two a, Two b, Real sum) { return fused(a.y, b.y, fused(a.x, b.x, sum)); }
+
+template <typename State, int TILE, bool PER_SLOT>
+__global__ void __launch_bounds__(TILE * 4) sparse_delta_backward(
+    State* table, typename Arithmetic<State>::real* grad, const long long* row_start,
+    const typename Arithmetic<State>::real* target, const typename Arithmetic<State>::real* dreadings,
+    const typename Arithmetic<State>::real* write_weights, const typename Arithmetic<State>::real* alpha,
+    const typename Arithmetic<State>::real* inverse, const typename Arithmetic<State>::real* beta,
+    const typename Arithmetic<State>::real* read_weights, const int* log_place, unsigned char* log_rows, float* log_scales,
+    int storage, typename Arithmetic<State>::real* dvalues, typename Arithmetic<State>::real* dk_parts,
+    typename Arithmetic<State>::real* ddecay_parts, typename Arithmetic<State>::real* dbeta_parts,
+    typename Arithmetic<State>::real* dq_parts, const RowEntry* rows, const int* row_count, const int* chunk_start,
+    const int* chunks, const unsigned short* place_w, const unsigned short* place_r, int row_stride, int row_budget,
+    int token_budget, const long long* cu_seqlens, long long all_tokens, int heads, int tokens, int width, int writes,
+    int reads, int decays) {
+  using real = typename Arithmetic<State>::real;
+  using two = typename Arithmetic<State>::two;
+  using Block = Tile<State, TILE>;
+  const int lane_index = blockIdx.x;
+  const Block tile(blockIdx.y, width);
+  const Lane lane = lane_at(lane_index, heads, tokens, cu_seqlens);
+  const LanePlan plan = plan_of(Plan{rows, row_count, chunk_start, chunks, place_w, place_r, row_stride}, lane, lane_index, writes, reads);
+  const Columns<State, TILE> columns(table, row_start[lane_index], width, tile.column0, tile.columns);
+  const Columns<real, TILE> grad_columns(grad, row_start[lane_index], width, tile.column0, tile.columns);
+  const Log<State> log(log_rows, log_scales, storage, width);
+  const int inverses = PER_SLOT ? writes : decays;
+  const int code_bytes = TILE * log_bits(storage, sizeof(State)) / 8;  // of a logged row's TILE columns
+  constexpr int kScales = TILE / kScaled;
+  const int scaled_block = (tile.column0 + tile.column) / kScaled;  // the thread's block of 32 columns
+  const int logged = log_place ? token_budget : 0;
+
+  SmemCut cut{dynamic_smem()};
+  const auto s_m = cut.ring<State>(2, row_budget * TILE);
+  const auto s_g = cut.ring<real>(2, row_budget * TILE);
+  const auto lists = cut.ring<RowEntry>(3, (row_budget + 1) / 2 * 2);  // copied two entries at a time
+  const int at_w = staged<unsigned short>(writes), at_r = staged<unsigned short>(reads), at_k = staged<real>(writes),
+            at_q = staged<real>(reads), at_alpha = staged<real>(decays), at_inverse = staged<real>(inverses),
+            at_beta = staged<real>(1), at_log = staged<int>(writes), at_scale = staged<float>(writes * kScales);
+  const auto s_place_w = cut.ring<unsigned short>(2, token_budget * at_w);
+  const auto s_place_r = cut.ring<unsigned short>(2, token_budget * at_r);
+  const auto s_k = cut.ring<real>(2, token_budget * at_k), s_q = cut.ring<real>(2, token_budget * at_q);
+  const auto s_alpha = cut.ring<real>(2, token_budget * at_alpha), s_inverse = cut.ring<real>(2, token_budget * at_inverse);
+  const auto s_beta = cut.ring<real>(2, token_budget * at_beta);
+  const auto s_target = cut.ring<real>(2, token_budget * TILE), s_dy = cut.ring<real>(2, token_budget * TILE);
+  real* parts = cut.take<real>(Block::kParts * TILE);
+  const auto s_log = cut.ring<int>(2, logged * at_log);
+  const auto s_codes = cut.ring<unsigned char>(2, logged * writes * code_bytes);
+  const auto s_scale = cut.ring<float>(2, logged * at_scale);
+
+  if (tile.columns < TILE)  // columns that do not exist count as zeros in the sums over columns
+    for (int b = 0; b < 2; ++b) {
+      for (int i = threadIdx.x; i < row_budget * TILE; i += Block::kThreads) {
+        store_one(s_m[b] + i, (real)0);
+        s_g[b][i] = 0;
+      }
+      for (int i = threadIdx.x; i < token_budget * TILE; i += Block::kThreads) s_target[b][i] = s_dy[b][i] = 0;
+    }
+
+  auto fetch_rows = [&](const RowEntry* list, int count, int buffer) {
+    auto wanted = [](RowEntry e) { return e.to == kNoPlace; };
+    columns.fetch(s_m[buffer], list, count, wanted);
+    grad_columns.fetch(s_g[buffer], list, count, wanted);
+  };
+  auto fetch_log = [&](long long token, int i, int buffer) {  // by a warp: a token's logged rows, 32 at a time
+    const int pieces = code_bytes / 16, at_once = max(1, 32 / pieces), thread = threadIdx.x % 32;
+    const long long offset = (long long)tile.column0 * log_bits(storage, sizeof(State)) / 8;
+    const int bytes = (int)min((long long)code_bytes, log.pitch - offset);
+    for (int w0 = 0; w0 < writes; w0 += 32) {
+      const int mine = w0 + thread < writes ? log_place[token * writes + w0 + thread] : -1;
+      if ((storage == kFp8 || storage == kInt4) && mine >= 0)
+        for (int s = 0; s < kScales && tile.column0 + s * kScaled < width; ++s)
+          async_copy_4(s_scale[buffer] + i * at_scale + (w0 + thread) * kScales + s, log.scale_of(mine, tile.column0 + s * kScaled));
+      for (int j = 0; j < 32; j += at_once) {
+        const int row = j + thread / pieces % at_once, place = __shfl_sync(0xffffffffu, mine, row);
+        if (place < 0) continue;
+        unsigned char* to = s_codes[buffer] + (i * writes + w0 + row) * code_bytes;
+        for (int at = thread % pieces * 16; at < bytes; at += 32 * 16) async_copy_16(to + at, log.rows + place * log.pitch + offset + at);
+      }
+    }
+  };
+  auto fetch_tokens = [&](int begin, int end, int buffer) {  // a token by each warp
+    for (int t = begin + (int)threadIdx.x / 32; t < end; t += Block::kWarps) {
+      const int i = t - begin;
+      const long long token = lane.token(t);
+      stage(s_place_w[buffer] + i * at_w, plan.place_w + (long long)t * writes, writes * 2);
+      stage(s_place_r[buffer] + i * at_r, plan.place_r + (long long)t * reads, reads * 2);
+      stage(s_k[buffer] + i * at_k, write_weights + token * writes, writes * (int)sizeof(real));
+      stage(s_q[buffer] + i * at_q, read_weights + token * reads, reads * (int)sizeof(real));
+      stage(s_alpha[buffer] + i * at_alpha, alpha + token * decays, decays * (int)sizeof(real));
+      stage(s_inverse[buffer] + i * at_inverse, inverse + token * inverses, inverses * (int)sizeof(real));
+      stage(s_beta[buffer] + i * at_beta, beta + token, (int)sizeof(real));
+      stage(s_target[buffer] + i * TILE, target + token * width + tile.column0, tile.columns * (int)sizeof(real));
+      stage(s_dy[buffer] + i * TILE, dreadings + token * width + tile.column0, tile.columns * (int)sizeof(real));
+      if (!log_place) continue;
+      stage(s_log[buffer] + i * at_log, log_place + token * writes, writes * 4);
+      fetch_log(token, i, buffer);
+    }
+  };
+
+  // Writes the sums of a batch of rows over the half warp's 32 columns to partials [.., n, count].
+  auto put_sums = [&](real* partials, long long token, int count, int first, int end, real(&x)[kHeld]) {
+    const real sum = sum_rows(x);
+    const int row = first + threadIdx.x % 16 / 2;
+    if (threadIdx.x % 2 == 0 && row < end && scaled_block * kScaled < width)
+      partials[(scaled_block * all_tokens + token) * count + row] = sum;
+  };
+
+  auto run_token = [&](State* m, real* g, long long token, int i, int buffer) {
+    const unsigned short *write_at = s_place_w[buffer] + i * at_w, *read_at = s_place_r[buffer] + i * at_r;
+    const real *k = s_k[buffer] + i * at_k, *q = s_q[buffer] + i * at_q, *alphas = s_alpha[buffer] + i * at_alpha,
+               *inverse_of = s_inverse[buffer] + i * at_inverse;
+    const real beta_t = s_beta[buffer][i * at_beta];
+    const two dy = load_two(s_dy[buffer] + i * TILE + tile.column), given = load_two(s_target[buffer] + i * TILE + tile.column);
+
+    const Run read = run_of(reads, tile.group);
+    for (int first = read.begin; first < read.end; first += kHeld) {
+      real along[kHeld];
+#pragma unroll
+      for (int j = 0; j < kHeld; ++j) {
+        along[j] = 0;
+        if (first + j >= read.end) continue;
+        const int at = read_at[first + j] * TILE;
+        store_two(g + at, fused_two(q[first + j], dy, load_two(g + at)));
+        along[j] = dot_two(load_two(m + at), dy, (real)0);
+      }
+      put_sums(dq_parts, token, reads, first, read.end, along);
+    }
+    __syncthreads();
+
+    const Run write = run_of(writes, tile.group);
+    two sum = {0, 0}, delta = {0, 0}, pull = {0, 0};
+    if (!PER_SLOT) {
+#pragma unroll 8
+      for (int w = write.begin; w < write.end; ++w) sum = fused_two(k[w], load_two(g + write_at[w] * TILE), sum);
+      tile.put_part(parts, sum);
+      __syncthreads();
+      const two ddelta = tile.sum_parts(parts);
+      delta = times_two(beta_t, given);
+      pull = times_two(-beta_t, ddelta);
+      if (tile.group == 0) {
+        store_columns(dvalues + token * width + tile.column0 + tile.column, times_two(beta_t, ddelta), tile.live);
+        const real dbeta = sum_one(dot_two(ddelta, given, (real)0));
+        if (threadIdx.x % 16 == 0 && scaled_block * kScaled < width) dbeta_parts[scaled_block * all_tokens + token] = dbeta;
+      }
+    }
+    for (int first = write.begin; first < write.end; first += kHeld) {
+      real along[kHeld], gate[kHeld];
+#pragma unroll
+      for (int j = 0; j < kHeld; ++j) {
+        along[j] = gate[j] = 0;
+        const int w = first + j;
+        if (w >= write.end) continue;
+        const int at = write_at[w] * TILE;
+        const real alpha_w = decays > 1 ? alphas[w] : alphas[0], step = PER_SLOT ? beta_t * k[w] : k[w];
+        const two gi = load_two(g + at);
+        two before;
+        if (log_place && s_log[buffer][i * at_log + w] >= 0) {
+          before = decode_two<State>(s_codes[buffer] + (i * writes + w) * code_bytes, tile.column, storage,
+                                     s_scale[buffer][i * at_scale + w * kScales + tile.column / kScaled]);
+          if (tile.live < 1) before.x = 0;
+          if (tile.live < 2) before.y = 0;
+        } else {
+          before = times_two(inverses > 1 ? inverse_of[w] : inverse_of[0], fused_two(-step, PER_SLOT ? given : delta, load_two(m + at)));
+        }
+        const two decayed = times_two(alpha_w, before);
+        const two dm = PER_SLOT ? fused_two(-step, gi, gi) : fused_two(step, pull, gi);
+        if (PER_SLOT) sum = fused_two(step, gi, sum);
+        store_two(g + at, times_two(alpha_w, dm));
+        store_two(m + at, before);
+        along[j] = PER_SLOT ? dot_two(gi, minus_two(given, decayed), (real)0) : dot_two(pull, decayed, dot_two(gi, delta, (real)0));
+        gate[j] = dot_two(dm, decayed, (real)0);
+      }
+      put_sums(dk_parts, token, writes, first, write.end, along);
+      put_sums(ddecay_parts, token, writes, first, write.end, gate);
+    }
+    if (PER_SLOT) tile.put_part(parts, sum);
+    __syncthreads();
+    if (PER_SLOT && tile.group == 0)
+      store_columns(dvalues + token * width + tile.column0 + tile.column, tile.sum_parts(parts), tile.live);
+  };
+  auto run = [&](int begin, int end, int rows_buffer, int buffer) {
+    for (int t = end - 1; t >= begin; --t)
+      run_token(s_m[rows_buffer] + tile.column, s_g[rows_buffer] + tile.column, lane.token(t), t - begin, buffer);
+  };
+  auto leave = [&](const RowEntry* list, int count, const RowEntry* next_list, int next_count, int buffer) {
+    columns.put_back(s_m[buffer], list, count, [](RowEntry e) { return e.from == kNoPlace && (e.written || e.to != kNoPlace); });
+    grad_columns.put_back(s_g[buffer], list, count, [](RowEntry e) { return e.from == kNoPlace; });
+    auto came_from = [](RowEntry e) { return (int)e.to; };
+    columns.hand_over(s_m[buffer ^ 1], s_m[buffer], next_list, next_count, came_from);
+    grad_columns.hand_over(s_g[buffer ^ 1], s_g[buffer], next_list, next_count, came_from);
+  };
+  walk<true, Block::kThreads>(plan, lists, token_budget, fetch_rows, fetch_tokens, run, leave);
+}
