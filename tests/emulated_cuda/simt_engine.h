@@ -135,7 +135,6 @@ inline void fiber_main() {
     --w.live;
     w.warps[f.flat / 32].exited |= 1u << f.flat % 32;
   }
-  happens_before(&w.barrier_tag);
   to_worker();
   abort();
 }
@@ -194,7 +193,6 @@ inline void run_block(Worker& w, dim3 index) {
     for (unsigned i : w.order)
       if (w.error.empty() && w.fibers[i].state == State::ready) to_fiber(w, w.fibers[i]);
   }
-  happens_after(&w.barrier_tag);
 }
 // Block numbers in the order in which they run: the result must not lean on it.
 inline std::vector<uint64_t> block_order(uint64_t blocks, const Options& options) {

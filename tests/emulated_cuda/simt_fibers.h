@@ -180,7 +180,7 @@ inline void to_worker() {
 #ifdef SIMT_ASAN
   __sanitizer_start_switch_fiber(f.state == State::done ? nullptr : &f.asan, w.stack_bottom, w.stack_bytes);
 #elif defined(SIMT_TSAN)
-  __tsan_switch_to_fiber(w.tsan, 1);
+  __tsan_switch_to_fiber(w.tsan, f.state != State::done);  // what a thread did comes before what follows the launch
 #endif
 #ifdef SIMT_UCONTEXT
   swapcontext(&f.context, &w.context);

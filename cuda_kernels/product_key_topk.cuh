@@ -1,0 +1,136 @@
+// Selection within a block: the best `want` of many entries by (key descending, slot ascending), then sorted.
+#pragma once
+#include "device_compat.cuh"
+
+// The type in which scores of a type are added and compared, and the integer that orders like it.
+template <typename Score>
+struct Wide {
+  using Value = float;
+  using Key = unsigned;
+};
+template <>
+struct Wide<double> {
+  using Value = double;
+  using Key = unsigned long long;
+};
+
+// Integers that order like the floats: -0 as +0, NaN as -inf. No float has the key 0.
+__device__ __forceinline__ unsigned order_key(float x) {
+  const unsigned bits = x != x ? 0xff800000u : x == 0.f ? 0u : __float_as_uint(x);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ unsigned long long order_key(double x) {
+  const unsigned long long minus_infinity = 0xfff0000000000000ull, sign = 0x8000000000000000ull;
+  const unsigned long long bits = x != x ? minus_infinity : x == 0. ? 0ull : (unsigned long long)__double_as_longlong(x);
+  return bits & sign ? ~bits : bits | sign;
+}
+__device__ __forceinline__ float without_nan(float x) { return x == x ? x : __uint_as_float(0xff800000u); }
+__device__ __forceinline__ double without_nan(double x) {
+  return x == x ? x : __longlong_as_double((long long)0xfff0000000000000ull);
+}
+
+template <typename Key>
+struct Entry {
+  Key key;
+  unsigned low;  // ~slot: the greater, the better among equal keys, so (key, low) is one number with no ties
+  int place;     // where the entry's value is
+  __device__ __forceinline__ int slot() const { return (int)~low; }
+};
+
+constexpr int kBins = 256;  // the search fixes 8 bits of (key, low) at a time
+
+template <typename Key>
+struct Selector {
+  // What the search has fixed of the worst chosen entry: leading bits of key and low, and which bits these are.
+  Key key, key_mask;
+  unsigned low, low_mask;
+
+  __device__ __forceinline__ bool agrees(Key k, unsigned l) const {
+    return (k & key_mask) == key && (l & low_mask) == low;
+  }
+  __device__ __forceinline__ bool takes(Key k, unsigned l) const {
+    return (k & key_mask) > key || ((k & key_mask) == key && (l & low_mask) >= low);
+  }
+};
+
+// Of 256 counts find the greatest digit d such that at least `want` counts lie at or above d. One warp.
+// result = {d, how many of d are wanted, count of d}
+__device__ __forceinline__ void find_digit(const int* bins, int want, int* result) {
+  const int lane = threadIdx.x, each = kBins / 32, top = kBins - 1 - lane * each;
+  int mine = 0;
+  for (int i = 0; i < each; ++i) mine += bins[top - i];
+  int until = mine;  // counts of this lane's digits and all greater ones
+  for (int step = 1; step < 32; step *= 2) {
+    const int below = __shfl_up_sync(0xffffffffu, until, step);
+    if (lane >= step) until += below;
+  }
+  int before = until - mine;
+  if (before >= want || until < want) return;
+  for (int d = top;; --d) {
+    if (before + bins[d] >= want) {
+      result[0] = d, result[1] = want - before, result[2] = bins[d];
+      return;
+    }
+    before += bins[d];
+  }
+}
+
+// Write the best `want` of `count` entries to chosen, in no order; entry(p) gives the p-th. `want` <= count.
+// Every thread of the block calls this; chosen may be read after the barrier at its end.
+template <int THREADS, typename Key, typename EntryAt>
+__device__ __forceinline__ void choose(int count, int want, EntryAt entry, Entry<Key>* chosen) {
+  __shared__ int bins[kBins], found[3], taken;
+  constexpr int kKeyDigits = sizeof(Key), kDigits = kKeyDigits + 4;
+  Selector<Key> s{0, 0, 0, 0};
+  int left = want;
+  for (int digit = 0; digit < kDigits; ++digit) {
+    const bool in_key = digit < kKeyDigits;
+    const int shift = 8 * ((in_key ? kKeyDigits : kDigits) - 1 - digit);
+    for (int i = threadIdx.x; i < kBins; i += THREADS) bins[i] = 0;
+    if (threadIdx.x == 0) taken = 0;
+    __syncthreads();
+    for (int p = threadIdx.x; p < count; p += THREADS) {
+      const Entry<Key> e = entry(p);
+      if (s.agrees(e.key, e.low)) atomicAdd(&bins[(in_key ? (unsigned)(e.key >> shift) : e.low >> shift) & 255], 1);
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) find_digit(bins, left, found);
+    __syncthreads();
+    if (in_key)
+      s.key |= (Key)found[0] << shift, s.key_mask |= (Key)255 << shift;
+    else
+      s.low |= (unsigned)found[0] << shift, s.low_mask |= 255u << shift;
+    left = found[1];
+    if (left == found[2]) break;  // all that agree so far are wanted
+  }
+  for (int p = threadIdx.x; p < count; p += THREADS) {
+    const Entry<Key> e = entry(p);
+    if (s.takes(e.key, e.low)) chosen[atomicAdd(&taken, 1)] = e;
+  }
+  __syncthreads();
+}
+
+__host__ __device__ constexpr int power_of_two_from(int n) {
+  int p = 1;
+  while (p < n) p *= 2;
+  return p;
+}
+
+// Sort count entries, by slot ascending or best first; room for power_of_two_from(count) of them. Bitonic.
+template <int THREADS, typename Key>
+__device__ __forceinline__ void sort(Entry<Key>* entries, int count, bool by_slot) {
+  const int size = power_of_two_from(count);
+  for (int i = count + threadIdx.x; i < size; i += THREADS) entries[i] = Entry<Key>{0, 0, 0};  // last in both orders
+  for (int run = 2; run <= size; run *= 2)
+    for (int step = run / 2; step > 0; step /= 2) {
+      __syncthreads();
+      for (int i = threadIdx.x; i < size; i += THREADS) {
+        const int j = i ^ step;
+        if (j < i) continue;
+        const Entry<Key> a = entries[i], b = entries[j];
+        const bool in_order = by_slot || a.key == b.key ? a.low > b.low : a.key > b.key;
+        if (in_order != ((i & run) == 0)) entries[i] = b, entries[j] = a;
+      }
+    }
+  __syncthreads();
+}
