@@ -1,6 +1,6 @@
 // Selection within a block: the best `want` of many entries by (key descending, slot ascending), then sorted.
 #pragma once
-#include "device_compat.cuh"
+#include "block.cuh"
 
 // The type in which scores of a type are added and compared, and the integer that orders like it.
 template <typename Score>
@@ -110,27 +110,12 @@ __device__ __forceinline__ void choose(int count, int want, EntryAt entry, Entry
   __syncthreads();
 }
 
-__host__ __device__ constexpr int power_of_two_from(int n) {
-  int p = 1;
-  while (p < n) p *= 2;
-  return p;
-}
-
-// Sort count entries, by slot ascending or best first; room for power_of_two_from(count) of them. Bitonic.
+// Sort count entries, by slot ascending or best first; room for power_of_two_from(count) of them.
 template <int THREADS, typename Key>
 __device__ __forceinline__ void sort(Entry<Key>* entries, int count, bool by_slot) {
   const int size = power_of_two_from(count);
   for (int i = count + threadIdx.x; i < size; i += THREADS) entries[i] = Entry<Key>{0, 0, 0};  // last in both orders
-  for (int run = 2; run <= size; run *= 2)
-    for (int step = run / 2; step > 0; step /= 2) {
-      __syncthreads();
-      for (int i = threadIdx.x; i < size; i += THREADS) {
-        const int j = i ^ step;
-        if (j < i) continue;
-        const Entry<Key> a = entries[i], b = entries[j];
-        const bool in_order = by_slot || a.key == b.key ? a.low > b.low : a.key > b.key;
-        if (in_order != ((i & run) == 0)) entries[i] = b, entries[j] = a;
-      }
-    }
-  __syncthreads();
+  block_sort<THREADS>(entries, size, [=](const Entry<Key>& a, const Entry<Key>& b) {
+    return by_slot || a.key == b.key ? a.low > b.low : a.key > b.key;
+  });
 }
