@@ -30,6 +30,7 @@ __device__ __forceinline__ typename Arithmetic<State>::two forward_token(
   using two = typename Arithmetic<State>::two;
   const Run writes = run_of(x.writes, tile.group);
   two old[kHeld], sum = {0, 0};
+#pragma unroll 1
   for (int first = writes.begin; first < writes.end; first += kHeld)
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
@@ -44,14 +45,19 @@ __device__ __forceinline__ typename Arithmetic<State>::two forward_token(
   const two error = PER_SLOT ? value : minus_two(value, tile.sum_parts(part_error));
   const two delta = times_two(x.beta, error);
 
+  if (x.log_place)
+#pragma unroll 1
+    for (int w = writes.begin; w < writes.end; ++w)
+      if (x.log_place[w] >= 0) log.put(x.log_place[w], tile.column0 + tile.column, rows.load(x.write_at[w]), tile.live);
+
   const int last = last_batch(writes);  // the batch that is still in registers: written first, the others loaded again
+#pragma unroll 1
   for (int first = last; first >= writes.begin; first -= kHeld)
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       const int w = first + i;
       if (w >= writes.end) continue;
       if (first != last) old[i] = rows.load(x.write_at[w]);
-      if (x.log_place && x.log_place[w] >= 0) log.put(x.log_place[w], tile.column0 + tile.column, old[i], tile.live);
       const two decayed = times_two(x.alpha_of(w), old[i]);
       rows.store(x.write_at[w], PER_SLOT ? fused_two(x.beta * x.k[w], minus_two(value, decayed), decayed)
                                          : fused_two(x.k[w], delta, decayed));
@@ -60,8 +66,13 @@ __device__ __forceinline__ typename Arithmetic<State>::two forward_token(
 
   const Run reads = run_of(x.reads, tile.group);
   sum = two{0, 0};
-#pragma unroll 8
-  for (int r = reads.begin; r < reads.end; ++r) sum = fused_two(x.q[r], rows.load(x.read_at[r]), sum);
+#pragma unroll 1
+  for (int first = reads.begin; first < reads.end; first += kHeld)
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int r = first + i;
+      if (r < reads.end) sum = fused_two(x.q[r], rows.load(x.read_at[r]), sum);
+    }
   tile.put_part(part_y, sum);
   return error;
 }

@@ -25,21 +25,18 @@ __device__ __forceinline__ void copy_back(void* to, const void* from_smem) {
   else *(unsigned short*)to = *(const unsigned short*)from_smem;
 }
 
-// One warp copies `bytes` to shared memory (16-byte aligned), in the widest pieces that the source's alignment allows.
-__device__ __forceinline__ void stage(void* to_smem, const void* from, int bytes) {
-  const int lane = threadIdx.x % 32;
-  const unsigned odd = (unsigned)(size_t)from | (unsigned)bytes;
+// One warp copies `count` numbers of a token to shared memory. Four bytes a thread: few tokens have enough for more.
+template <typename T>
+__device__ __forceinline__ void stage(T* to_smem, const T* from, int count) {
+  const int bytes = count * (int)sizeof(T), thread = threadIdx.x % 32;
   char* to = (char*)to_smem;
   const char* source = (const char*)from;
-  if (odd % 16 == 0) {
+  if (sizeof(T) >= 4 || ((size_t)from | bytes) % 4 == 0) {
 #pragma unroll 1
-    for (int i = lane * 16; i < bytes; i += 32 * 16) copy_async<16>(to + i, source + i);
-  } else if (odd % 4 == 0) {
-#pragma unroll 1
-    for (int i = lane * 4; i < bytes; i += 32 * 4) copy_async<4>(to + i, source + i);
+    for (int i = thread * 4; i < bytes; i += 32 * 4) copy_async<4>(to + i, source + i);
   } else {
 #pragma unroll 1
-    for (int i = lane * 2; i < bytes; i += 32 * 2) copy_async<2>(to + i, source + i);
+    for (int i = thread * 2; i < bytes; i += 32 * 2) copy_async<2>(to + i, source + i);
   }
 }
 // Numbers of type T that one token takes of a staged array of `count`: whole 16-byte pieces, so that each begins on one.
@@ -55,19 +52,19 @@ struct Columns {
   T* first;  // column 0 of the tile in the lane's row 0
   long long width;
   int bytes;  // of a row's columns that exist
-  int piece;  // 16, 4 or 2: what every row is aligned to
+  bool wide;  // whether rows are copied 16 bytes at a time; else, rows lying on odd addresses, kNarrow
+  static constexpr int kNarrow = sizeof(T) < 4 ? 2 : 4;
 
   __device__ __forceinline__ Columns(T* table, long long row0, int width_, int column0, int columns)
       : first(table + row0 * width_ + column0), width(width_), bytes(columns * (int)sizeof(T)) {
-    const unsigned odd = (unsigned)(size_t)table | (unsigned)(width_ * (int)sizeof(T));
-    piece = odd % 16 == 0 ? 16 : odd % 4 == 0 ? 4 : 2;
+    wide = ((size_t)table | (size_t)(width_ * (int)sizeof(T))) % 16 == 0;
   }
 
   // Calls move(offset in the buffer, address in the table, BYTES) for each piece of the listed rows that are wanted.
   template <int BYTES, typename Wanted, typename Move>
   __device__ __forceinline__ void each_piece(const RowEntry* list, int rows, Wanted wanted, Move move) const {
     constexpr int kPieces = TILE * (int)sizeof(T) / BYTES;
-#pragma unroll 2
+#pragma unroll(BYTES == 16 ? 2 : 1)
     for (int i = threadIdx.x; i < rows * kPieces; i += kThreads) {
       const RowEntry e = list[i / kPieces];
       const int at = i % kPieces * BYTES;
@@ -77,22 +74,20 @@ struct Columns {
   template <typename Wanted>
   __device__ __forceinline__ void fetch(T* buffer, const RowEntry* list, int rows, Wanted wanted) const {
     char* to = (char*)buffer;
-    if (piece == 16) each_piece<16>(list, rows, wanted, [=](int at, char* p) { copy_async<16>(to + at, p); });
-    else if (piece == 4) each_piece<4>(list, rows, wanted, [=](int at, char* p) { copy_async<4>(to + at, p); });
-    else each_piece<2>(list, rows, wanted, [=](int at, char* p) { copy_async<2>(to + at, p); });
+    if (wide) each_piece<16>(list, rows, wanted, [=](int at, char* p) { copy_async<16>(to + at, p); });
+    else each_piece<kNarrow>(list, rows, wanted, [=](int at, char* p) { copy_async<kNarrow>(to + at, p); });
   }
   template <typename Wanted>
   __device__ __forceinline__ void put_back(const T* buffer, const RowEntry* list, int rows, Wanted wanted) const {
     const char* from = (const char*)buffer;
-    if (piece == 16) each_piece<16>(list, rows, wanted, [=](int at, char* p) { copy_back<16>(p, from + at); });
-    else if (piece == 4) each_piece<4>(list, rows, wanted, [=](int at, char* p) { copy_back<4>(p, from + at); });
-    else each_piece<2>(list, rows, wanted, [=](int at, char* p) { copy_back<2>(p, from + at); });
+    if (wide) each_piece<16>(list, rows, wanted, [=](int at, char* p) { copy_back<16>(p, from + at); });
+    else each_piece<kNarrow>(list, rows, wanted, [=](int at, char* p) { copy_back<kNarrow>(p, from + at); });
   }
   // Copies the rows that the chunk just done and the next one share; came_from(e) is e's place in the former.
   template <typename CameFrom>
   static __device__ __forceinline__ void hand_over(T* to, const T* from, const RowEntry* list, int rows, CameFrom came_from) {
     constexpr int kPieces = TILE * (int)sizeof(T) / 16;
-#pragma unroll 2
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows * kPieces; i += kThreads) {
       const int place = came_from(list[i / kPieces]);
       if (place != kNoPlace) ((uint4*)(to + i / kPieces * TILE))[i % kPieces] = ((const uint4*)(from + place * TILE))[i % kPieces];
@@ -137,21 +132,16 @@ __device__ __forceinline__ void walk(const LanePlan& plan, SmemRing<RowEntry> li
     for (int i = threadIdx.x * 16; i < chunk.rows * (int)sizeof(RowEntry); i += THREADS * 16)
       async_copy_16((char*)lists[position % 3] + i, from + i);
   };
-  Chunk now = chunk_at<REVERSE>(plan, 0), next = chunk_at<REVERSE>(plan, 1), later = chunk_at<REVERSE>(plan, 2);
-  fetch_list(0, now);
+  // The walk begins one chunk before the first, with no rows and no tokens: so each copy stands in the code once.
+  Chunk now = {0, 0, 0}, next = chunk_at<REVERSE>(plan, 0), later = chunk_at<REVERSE>(plan, 1), step = now;
+  fetch_list(0, next);
   async_commit();
-  async_wait<0>();
-  __syncthreads();
-  Chunk step = first_step<REVERSE>(now, token_budget);
-  fetch_rows(lists[0], now.rows, 0);
-  fetch_list(1, next);
-  fetch_tokens(step.begin, step.end, 0);
-  async_commit();
-
-  int tokens_buffer = 0;
-  for (int p = 0; p < plan.chunks; ++p) {
+  int tokens_buffer = 1;
+#pragma unroll 1
+  for (int p = -1; p < plan.chunks; ++p) {
     const Chunk after_later = chunk_at<REVERSE>(plan, p + 3);  // three ahead, so that its loading is not waited for
     bool first = true, last = false;
+#pragma unroll 1
     while (!last) {
       async_wait<0>();
       __syncthreads();
@@ -161,15 +151,14 @@ __device__ __forceinline__ void walk(const LanePlan& plan, SmemRing<RowEntry> li
       }
       first = false;
       last = REVERSE ? step.begin == now.begin : step.end == now.end;
-      const Chunk following =
-          last ? first_step<REVERSE>(next, token_budget) : step_after<REVERSE>(now, step, token_budget);
+      const Chunk following = last ? first_step<REVERSE>(next, token_budget) : step_after<REVERSE>(now, step, token_budget);
       fetch_tokens(following.begin, following.end, tokens_buffer ^ 1);
       async_commit();
       run(step.begin, step.end, p & 1, tokens_buffer);
       tokens_buffer ^= 1;
       step = following;
     }
-    leave(lists[p % 3], now.rows, lists[(p + 1) % 3], next.rows, p & 1);
+    leave(lists[(p + 3) % 3], now.rows, lists[(p + 1) % 3], next.rows, p & 1);
     now = next;
     next = later;
     later = after_later;

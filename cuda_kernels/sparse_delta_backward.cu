@@ -145,17 +145,17 @@ __global__ void __launch_bounds__(TILE * 4) sparse_delta_backward(
     for (int t = begin + (int)threadIdx.x / 32; t < end; t += Block::kWarps) {
       const int i = t - begin;
       const long long token = lane.token(t);
-      stage(s_place_w[buffer] + i * at_w, plan.place_w + (long long)t * writes, writes * 2);
-      stage(s_place_r[buffer] + i * at_r, plan.place_r + (long long)t * reads, reads * 2);
-      stage(s_k[buffer] + i * at_k, write_weights + token * writes, writes * (int)sizeof(real));
-      stage(s_q[buffer] + i * at_q, read_weights + token * reads, reads * (int)sizeof(real));
-      stage(s_alpha[buffer] + i * at_alpha, alpha + token * decays, decays * (int)sizeof(real));
-      stage(s_inverse[buffer] + i * at_inverse, inverse + token * inverses, inverses * (int)sizeof(real));
-      stage(s_beta[buffer] + i * at_beta, beta + token, (int)sizeof(real));
-      stage(s_target[buffer] + i * TILE, target + token * width + tile.column0, tile.columns * (int)sizeof(real));
-      stage(s_dy[buffer] + i * TILE, dreadings + token * width + tile.column0, tile.columns * (int)sizeof(real));
+      stage(s_place_w[buffer] + i * at_w, plan.place_w + (long long)t * writes, writes);
+      stage(s_place_r[buffer] + i * at_r, plan.place_r + (long long)t * reads, reads);
+      stage(s_k[buffer] + i * at_k, write_weights + token * writes, writes);
+      stage(s_q[buffer] + i * at_q, read_weights + token * reads, reads);
+      stage(s_alpha[buffer] + i * at_alpha, alpha + token * decays, decays);
+      stage(s_inverse[buffer] + i * at_inverse, inverse + token * inverses, inverses);
+      stage(s_beta[buffer] + i * at_beta, beta + token, 1);
+      stage(s_target[buffer] + i * TILE, target + token * width + tile.column0, tile.columns);
+      stage(s_dy[buffer] + i * TILE, dreadings + token * width + tile.column0, tile.columns);
       if (!log_place) continue;
-      stage(s_log[buffer] + i * at_log, log_place + token * writes, writes * 4);
+      stage(s_log[buffer] + i * at_log, log_place + token * writes, writes);
       fetch_log(token, i, buffer);
     }
   };
@@ -176,6 +176,7 @@ __global__ void __launch_bounds__(TILE * 4) sparse_delta_backward(
     const two dy = load_two(s_dy[buffer] + i * TILE + tile.column), given = load_two(s_target[buffer] + i * TILE + tile.column);
 
     const Run read = run_of(reads, tile.group);
+#pragma unroll 1
     for (int first = read.begin; first < read.end; first += kHeld) {
       real along[kHeld];
 #pragma unroll
@@ -191,10 +192,26 @@ __global__ void __launch_bounds__(TILE * 4) sparse_delta_backward(
     __syncthreads();
 
     const Run write = run_of(writes, tile.group);
+    const int* logs = log_place ? s_log[buffer] + i * at_log : nullptr;
+    if (logs)  // logged rows take their place; from here to the last barrier nobody else looks at them
+#pragma unroll 1
+      for (int w = write.begin; w < write.end; ++w) {
+        if (logs[w] < 0) continue;
+        two before = decode_two<State>(s_codes[buffer] + (i * writes + w) * code_bytes, tile.column, storage,
+                                       s_scale[buffer][i * at_scale + w * kScales + tile.column / kScaled]);
+        if (tile.live < 1) before.x = 0;
+        if (tile.live < 2) before.y = 0;
+        store_two(m + write_at[w] * TILE, before);
+      }
     two sum = {0, 0}, delta = {0, 0}, pull = {0, 0};
     if (!PER_SLOT) {
-#pragma unroll 8
-      for (int w = write.begin; w < write.end; ++w) sum = fused_two(k[w], load_two(g + write_at[w] * TILE), sum);
+#pragma unroll 1
+      for (int first = write.begin; first < write.end; first += kHeld)
+#pragma unroll
+        for (int j = 0; j < kHeld; ++j) {
+          const int w = first + j;
+          if (w < write.end) sum = fused_two(k[w], load_two(g + write_at[w] * TILE), sum);
+        }
       tile.put_part(parts, sum);
       __syncthreads();
       const two ddelta = tile.sum_parts(parts);
@@ -206,6 +223,7 @@ __global__ void __launch_bounds__(TILE * 4) sparse_delta_backward(
         if (threadIdx.x % 16 == 0 && scaled_block * kScaled < width) dbeta_parts[scaled_block * all_tokens + token] = dbeta;
       }
     }
+#pragma unroll 1
     for (int first = write.begin; first < write.end; first += kHeld) {
       real along[kHeld], gate[kHeld];
 #pragma unroll
@@ -216,15 +234,8 @@ __global__ void __launch_bounds__(TILE * 4) sparse_delta_backward(
         const int at = write_at[w] * TILE;
         const real alpha_w = decays > 1 ? alphas[w] : alphas[0], step = PER_SLOT ? beta_t * k[w] : k[w];
         const two gi = load_two(g + at);
-        two before;
-        if (log_place && s_log[buffer][i * at_log + w] >= 0) {
-          before = decode_two<State>(s_codes[buffer] + (i * writes + w) * code_bytes, tile.column, storage,
-                                     s_scale[buffer][i * at_scale + w * kScales + tile.column / kScaled]);
-          if (tile.live < 1) before.x = 0;
-          if (tile.live < 2) before.y = 0;
-        } else {
-          before = times_two(inverses > 1 ? inverse_of[w] : inverse_of[0], fused_two(-step, PER_SLOT ? given : delta, load_two(m + at)));
-        }
+        two before = load_two(m + at);
+        if (!logs || logs[w] < 0) before = times_two(inverses > 1 ? inverse_of[w] : inverse_of[0], fused_two(-step, PER_SLOT ? given : delta, before));
         const two decayed = times_two(alpha_w, before);
         const two dm = PER_SLOT ? fused_two(-step, gi, gi) : fused_two(step, pull, gi);
         if (PER_SLOT) sum = fused_two(step, gi, sum);

@@ -79,14 +79,14 @@ __global__ void __launch_bounds__(TILE * 4) sparse_delta_forward(
     for (int t = begin + (int)threadIdx.x / 32; t < end; t += Block::kWarps) {
       const int i = t - begin;
       const long long token = lane.token(t);
-      stage(s_place_w[buffer] + i * at_w, plan.place_w + (long long)t * writes, writes * 2);
-      stage(s_place_r[buffer] + i * at_r, plan.place_r + (long long)t * reads, reads * 2);
-      stage(s_k[buffer] + i * at_k, write_weights + token * writes, writes * (int)sizeof(real));
-      stage(s_q[buffer] + i * at_q, read_weights + token * reads, reads * (int)sizeof(real));
-      stage(s_alpha[buffer] + i * at_alpha, alpha + token * decays, decays * (int)sizeof(real));
-      stage(s_beta[buffer] + i * at_beta, beta + token, (int)sizeof(real));
-      stage(s_value[buffer] + i * TILE, values + token * width + tile.column0, tile.columns * (int)sizeof(real));
-      if (log_place) stage(s_log[buffer] + i * at_log, log_place + token * writes, writes * 4);
+      stage(s_place_w[buffer] + i * at_w, plan.place_w + (long long)t * writes, writes);
+      stage(s_place_r[buffer] + i * at_r, plan.place_r + (long long)t * reads, reads);
+      stage(s_k[buffer] + i * at_k, write_weights + token * writes, writes);
+      stage(s_q[buffer] + i * at_q, read_weights + token * reads, reads);
+      stage(s_alpha[buffer] + i * at_alpha, alpha + token * decays, decays);
+      stage(s_beta[buffer] + i * at_beta, beta + token, 1);
+      stage(s_value[buffer] + i * TILE, values + token * width + tile.column0, tile.columns);
+      if (log_place) stage(s_log[buffer] + i * at_log, log_place + token * writes, writes);
     }
   };
 

@@ -8,15 +8,36 @@ from typing import NamedTuple
 import numpy as np
 from emulated_cuda.run import Launch, several
 
+from sdm_lite.arrays import widen_state
 from sdm_lite.cpu import plan as cpu_plan
 from sdm_lite.cuda_kernels import shared_memory
 from sdm_lite.cuda_kernels.shared_memory import DeltaShape
-from sdm_lite.rooms import DeltaInputs
+from sdm_lite.rooms import DeltaGradients, DeltaInputs
 
 ENTRY = np.dtype([("slot", "u4"), ("from_", "u2"), ("to", "u2")])
 NO_PLACE = 0xFFFF
 STATES = {"float32": "float", "float64": "double", "bfloat16": "bf16", "float16": "fp16"}
 ASAN_STRIP = 64
+
+#: what the tests use of each file, so that it is compiled once
+SERVED = {
+    "sparse_delta_forward.cu": [
+        "sparse_delta_forward<float, 32, false>", "sparse_delta_forward<float, 64, false>",
+        "sparse_delta_forward<float, 32, true>", "sparse_delta_forward<bf16, 32, false>",
+        "sparse_delta_forward<fp16, 32, true>", "sparse_delta_forward<double, 32, false>",
+    ],
+    "sparse_delta_backward.cu": [
+        "sparse_delta_backward<float, 32, false>", "sparse_delta_backward<float, 64, false>",
+        "sparse_delta_backward<float, 32, true>", "sparse_delta_backward<bf16, 32, false>",
+        "sparse_delta_backward<fp16, 32, true>", "sparse_delta_backward<double, 32, false>",
+    ],
+    "sparse_delta_gates.cu": [
+        "decay_factors<float>", "decay_factors<double>", "undo_factors<float, false>", "undo_factors<float, true>",
+        "undo_factors<double, false>",
+    ],
+    "sum_partials.cu": ["sum_partials<float, false>", "sum_partials<float, true>", "sum_partials<double, false>"],
+    "decode_step.cu": ["decode_step<float, 32, false>", "decode_step<float, 32, true>", "decode_step<bf16, 32, false>"],
+}  # fmt: skip
 
 
 class HostPlan(NamedTuple):
@@ -40,9 +61,11 @@ class Setting(NamedTuple):
     build: str = "plain"
     schedule: tuple = (("schedule", "forward"),)
 
-    def options(self) -> dict:
-        """Return the emulator's options."""
-        return {"build": self.build, **dict(self.schedule)}
+    def run(self, file: str, kernel: str, grid, block: int, args: list, shared_bytes: int = 0) -> None:
+        """Launch one kernel."""
+        serve = SERVED.get(file, ()) if self.build == "plain" else ()
+        options = {"build": self.build, **dict(self.schedule)}
+        several(file, [Launch(kernel, grid, block, args, shared_bytes)], serve=serve, **options)
 
 
 def make_plan(inputs: DeltaInputs, lanes: cpu_plan.Lanes, row_budget: int) -> HostPlan:
@@ -65,6 +88,8 @@ def make_plan(inputs: DeltaInputs, lanes: cpu_plan.Lanes, row_budget: int) -> Ho
 
 
 def _plan_lane(plan, lane, base, write_slots, read_slots, row_budget) -> None:
+    if not len(write_slots):
+        return
     starts, begin = [0], 0
     for t in range(1, len(write_slots)):
         used = np.concatenate([write_slots[begin : t + 1].ravel(), read_slots[begin : t + 1].ravel()])
@@ -72,7 +97,7 @@ def _plan_lane(plan, lane, base, write_slots, read_slots, row_budget) -> None:
             starts.append(t)
             begin = t
     edges = [*starts, len(write_slots)]
-    spans = list(zip(edges[:-1], edges[1:], strict=True)) if len(write_slots) else []
+    spans = list(zip(edges[:-1], edges[1:], strict=True))
     plan.chunks[lane] = len(spans)
     rows = plan.rows.reshape(-1)
     lists = []
@@ -90,9 +115,8 @@ def _plan_lane(plan, lane, base, write_slots, read_slots, row_budget) -> None:
     for (before, entries_before), (after, entries_after) in zip(lists[:-1], lists[1:], strict=True):
         entries_after["from_"] = _places(after, before)
         entries_before["to"] = _places(before, after)
-    if lists:
-        lists[0][1]["from_"] = NO_PLACE
-        lists[-1][1]["to"] = NO_PLACE
+    lists[0][1]["from_"] = NO_PLACE
+    lists[-1][1]["to"] = NO_PLACE
 
 
 def _places(slots, among) -> np.ndarray:
@@ -112,6 +136,7 @@ class Emulated:
         self.real = np.dtype(np.float64 if state_dtype == "float64" else np.float32)
         self.lanes = cpu_plan.make_lanes(batch, self.tokens, self.heads, inputs.cu_seqlens, False)
         self.count = batch * self.tokens * self.heads
+        self.is_16_bit = state_dtype in ("bfloat16", "float16")
 
     def grid(self) -> tuple[int, int]:
         """Return the grid of the kernels over lanes and tiles."""
@@ -141,10 +166,13 @@ class Emulated:
         alpha = np.full_like(self.inputs.log_decay, np.nan)
         c = "double" if self.real.itemsize == 8 else "float"
         if alpha.size:
-            launch = Launch(
-                f"decay_factors<{c}>", -(-alpha.size // 256), 256, [self.inputs.log_decay, alpha, np.int64(alpha.size)]
+            self.setting.run(
+                "sparse_delta_gates.cu",
+                f"decay_factors<{c}>",
+                -(-alpha.size // 256),
+                256,
+                [self.inputs.log_decay, alpha, np.int64(alpha.size)],
             )
-            several("sparse_delta_gates.cu", [launch], **self.setting.options())
         return alpha
 
     def plan_args(self, slots_plan: HostPlan, shape: DeltaShape) -> list:
@@ -169,8 +197,14 @@ class Emulated:
             readings, error, *_log_args(log), *self.plan_args(plan, shape), x.cu_seqlens, *self.sizes(),
         ]  # fmt: skip
         name = self.kernel("sparse_delta_forward")
-        launch = Launch(name, self.grid(), 4 * self.setting.tile, args, shared_memory.forward_bytes(shape))
-        several("sparse_delta_forward.cu", [launch], **self.setting.options())
+        self.setting.run(
+            "sparse_delta_forward.cu",
+            name,
+            self.grid(),
+            4 * self.setting.tile,
+            args,
+            shared_memory.forward_bytes(shape),
+        )
         return readings
 
     def decode(self, table: np.ndarray) -> np.ndarray:
@@ -181,12 +215,11 @@ class Emulated:
             x.read_slots, x.read_weights, readings, x.cu_seqlens, *self.sizes(),
         ]  # fmt: skip
         shared = shared_memory.decode_bytes(self.shape(self.state_dtype))
-        launch = Launch(self.kernel("decode_step"), self.grid(), 4 * self.setting.tile, args, shared)
-        several("decode_step.cu", [launch], **self.setting.options())
+        self.setting.run("decode_step.cu", self.kernel("decode_step"), self.grid(), 4 * self.setting.tile, args, shared)
         return readings
 
     def backward(self, table, grad, log: Log | None, error, dreadings, table_dtype: str) -> tuple[np.ndarray, ...]:
-        """Run the backward in place on `table` (bits of `table_dtype`) and `grad`; return dv, dk, dlog_decay, dbeta, dq."""
+        """Run the backward in place on `table` (bits of `table_dtype`) and `grad`; return its gradients."""
         x, real = self.inputs, self.real
         c = "double" if real.itemsize == 8 else "float"
         dvalues, blocks = np.full_like(x.values, np.nan), -(-self.width // shared_memory.SCALED_COLUMNS)
@@ -206,8 +239,7 @@ class Emulated:
             np.int32(self.writes),
             np.int32(self.decays),
         ]
-        launch = Launch(f"undo_factors<{c}, {per_slot}>", -(-inverse.size // 256), 256, undo)
-        several("sparse_delta_gates.cu", [launch], **self.setting.options())
+        self.setting.run("sparse_delta_gates.cu", f"undo_factors<{c}, {per_slot}>", -(-inverse.size // 256), 256, undo)
 
         shape = self.shape(table_dtype, None if log is None else log.bits)
         plan = make_plan(x, self.lanes, shape.row_budget)
@@ -217,10 +249,14 @@ class Emulated:
             *self.plan_args(plan, shape), x.cu_seqlens, np.int64(self.count), *self.sizes(),
         ]  # fmt: skip
         shared = shared_memory.backward_bytes(shape, per_slot=self.per_slot)
-        launch = Launch(
-            self.kernel("sparse_delta_backward", table_dtype), self.grid(), 4 * self.setting.tile, args, shared
+        self.setting.run(
+            "sparse_delta_backward.cu",
+            self.kernel("sparse_delta_backward", table_dtype),
+            self.grid(),
+            4 * self.setting.tile,
+            args,
+            shared,
         )
-        several("sparse_delta_backward.cu", [launch], **self.setting.options())
 
         like = (x.write_weights, x.log_decay, x.beta, x.read_weights)
         sums = [np.full_like(a, np.nan) for a in like]
@@ -228,8 +264,7 @@ class Emulated:
             dk, ddecay, None if self.per_slot else dbeta, dq, x.beta, x.write_weights, *sums, np.int64(self.count),
             *(np.int32(n) for n in (blocks, self.writes, self.reads, self.decays)),
         ]  # fmt: skip
-        launch = Launch(f"sum_partials<{c}, {per_slot}>", -(-self.count // 4), 128, args)
-        several("sum_partials.cu", [launch], **self.setting.options())
+        self.setting.run("sum_partials.cu", f"sum_partials<{c}, {per_slot}>", -(-self.count // 4), 128, args)
         return (dvalues, *sums)
 
 
@@ -257,10 +292,29 @@ def _log_args(log: Log | None) -> list:
     return [log.place, log.codes, log.scales, np.int32(log.storage)]
 
 
-def hybrid_places(inputs: DeltaInputs, lanes: cpu_plan.Lanes, num_slots: int, rule: str, tau: float):
-    """Return (log_place, rows) of the CPU room's plan for a tau of its own."""
-    compact = cpu_plan.compact(inputs.write_slots, inputs.read_slots, lanes, num_slots)
+def forward_backward(case, state_dtype="float32", rule="shared", restore="hybrid", storage=None, setting=None):
+    """Return (readings, final state's bits, gradients) of a case, whose state is [S, H, N, D]."""
+    call, state = Emulated(case.inputs, state_dtype, rule, setting or Setting()), case.state_bits(state_dtype).copy()
+    place, rows = log_places(call, state.shape[-2], restore)
+    table_dtype = state_dtype
+    if call.is_16_bit and restore == "invert":  # inverted rows are no 16-bit numbers
+        table_dtype, storage = "float32", {"bfloat16": "bf16", "float16": "fp16"}[state_dtype]
+    log = make_log(place, rows, call.width, storage, state.itemsize) if rows else None
+    error = None if call.per_slot else np.full_like(case.inputs.values, np.nan)
+    readings = call.forward(state, log=log, error=error)
+    table = state.copy() if table_dtype == state_dtype else widen_state(state, state_dtype)
+    grad = case.dfinal.copy()
+    gradients = call.backward(table, grad, log, error, case.dreadings, table_dtype)
+    return readings, state, DeltaGradients(*gradients, grad)
+
+
+def log_places(call: Emulated, num_slots: int, restore: str) -> tuple[np.ndarray, int]:
+    """Return (log_place, rows logged) of a restore mode, as the CPU room plans it."""
+    x = call.inputs
+    tau = {"hybrid": math.log(10), "invert": math.inf, "snapshot": cpu_plan.LOG_ALL}[restore]
+    if restore == "hybrid" and call.is_16_bit:
+        tau = cpu_plan.LOG_ALL
+    compact = cpu_plan.compact(x.write_slots, x.read_slots, call.lanes, num_slots)
     return cpu_plan.plan_log(
-        compact.write_places, inputs.write_weights, inputs.log_decay, inputs.beta, lanes, compact.row_start,
-        rule == "per_slot", math.inf if tau is None else tau,
-    )  # fmt: skip
+        compact.write_places, x.write_weights, x.log_decay, x.beta, call.lanes, compact.row_start, call.per_slot, tau
+    )
