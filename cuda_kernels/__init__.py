@@ -3,6 +3,20 @@
 if __name__ != "sdm_lite.cuda_kernels":
     raise ImportError("this folder is the package sdm_lite.cuda_kernels: install sdm-lite and import that")
 
+from .addressing import hash_slots_forward, product_key_topk_backward, product_key_topk_forward
 from .devices import unavailable
+from .foreign import borrowed, view
+from .sparse_delta import sparse_delta_backward, sparse_delta_forward, sparse_delta_update, values_are_fine
 
-__all__ = ["unavailable"]
+__all__ = [
+    "borrowed",
+    "hash_slots_forward",
+    "product_key_topk_backward",
+    "product_key_topk_forward",
+    "sparse_delta_backward",
+    "sparse_delta_forward",
+    "sparse_delta_update",
+    "unavailable",
+    "values_are_fine",
+    "view",
+]

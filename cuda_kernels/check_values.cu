@@ -3,8 +3,9 @@
 //   check_slots    every slot of a token in [0, N), and no slot twice in one token
 //   check_decays   every log decay <= 0, and not NaN
 //   check_offsets  cu_seqlens starts at 0, never decreases, ends at T
+//   safe_offsets   no check: cu_seqlens made such that no sequence leaves [0, T)
 //
-// Each sets *bad to 1 and does nothing else; which value it was, the host finds out with the checks it has anyway.
+// The checks set *bad to 1 and do nothing else; which value it was, the host finds out with the checks it has anyway.
 // Shapes: slots [tokens, count] int32; log_decay [count] float or double; cu_seqlens [sequences + 1] int64; bad [1] int32.
 // Ownership: check_slots gives a token to a warp; the others a value to a thread. Grids cover all values (x).
 // Bytes: each value once. Order of work does not matter: *bad is only ever set.
@@ -42,4 +43,11 @@ check_offsets(const long long* cu_seqlens, int sequences, long long tokens, int*
   const long long here = cu_seqlens[i];
   const bool right = i == 0 ? here == 0 : here >= cu_seqlens[i - 1] && (i < sequences || here == tokens);
   if (!right) atomicMax(bad, 1);
+}
+
+// safe[i]: the offsets, raised to their predecessors and kept in [0, tokens]; the same where check_offsets finds none bad.
+__global__ void safe_offsets(const long long* cu_seqlens, int count, long long tokens, long long* safe) {
+  if (threadIdx.x) return;
+  long long least = 0;
+  for (int i = 0; i < count; ++i) safe[i] = least = max(least, min(cu_seqlens[i], tokens));
 }

@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 from typing import Any, NamedTuple
 
+from ..errors import BackendError, message
+
 #: asynchronous copies to shared memory (cp.async) and the rounding to bf16 are instructions of Ampere and later
 OLDEST = (8, 0)
 
@@ -68,6 +70,12 @@ def unavailable() -> str | None:
     except (ImportError, RuntimeError) as error:
         return f"NVRTC, which compiles the kernels, is missing ({error}): {_INSTALL}"
     return None
+
+
+def check_numba(op: str) -> None:
+    """Raise BackendError where numba-cuda, which compiles some of the kernels, is not installed."""
+    if importlib.util.find_spec("numba_cuda") is None:
+        raise BackendError(message(op, "backend", "numba-cuda", "an environment without it", _INSTALL))
 
 
 def device_unavailable(device: int) -> str | None:

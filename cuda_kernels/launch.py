@@ -1,52 +1,25 @@
-"""Launches, memory and borrowed devices: the only place where the CUDA room asks CuPy for any of the three."""
+"""Launches and memory: where the CUDA room asks CuPy for either."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ..errors import DeviceMemoryError, message
+from ..errors import DeviceMemoryError, ValueRangeError, message
 from . import modules
-from .devices import cupy
+from .devices import cupy, limits_of
 
 #: a null pointer as an argument of a launch
 NULL = np.uint64(0)
-_GRID_X = 2**31 - 1
+_GRID_X, _GRID_YZ = 2**31 - 1, 2**16 - 1
 
 
-@contextlib.contextmanager
-def borrowed(
-    device: int, *, stream: Any = None, allocate: Callable[[int], tuple[int, Any]] | None = None
-) -> Iterator[None]:
-    """Work on a device, and with another framework's stream and memory where it gives them.
-
-    Parameters
-    ----------
-    device : int
-        Its number.
-    stream : object with ``__cuda_stream__``, or None
-        None for CuPy's current stream.
-    allocate : callable or None
-        Given a number of bytes > 0, returns (address, owner); the memory is free again when the owner is collected.
-        None for CuPy's pool.
-    """
-    cp = cupy()
-
-    def memory(size: int) -> Any:
-        address, owner = allocate(max(size, 1))  # type: ignore[misc]
-        return cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(address, size, owner, device), 0)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(cp.cuda.Device(device))
-        if stream is not None:
-            stack.enter_context(cp.cuda.Stream.from_external(stream))
-        if allocate is not None:
-            stack.enter_context(cp.cuda.using_allocator(memory))
-        yield
+def on_device_of(array: Any) -> Any:
+    """Return the context in which launches and memory are those of an array's device."""
+    return cupy().cuda.Device(array.device.id)
 
 
 def launch(
@@ -58,16 +31,19 @@ def launch(
     """
     if 0 in grid:
         return
-    cp = cupy()
-    run = modules.kernel(file, expression, cp.cuda.Device().id)
+    device = cupy().cuda.Device().id
+    limit = limits_of(device).shared_per_block
+    if max(grid[1:], default=0) > _GRID_YZ or grid[0] > _GRID_X or shared_bytes > limit:
+        expected = f"at most {_GRID_X} by {_GRID_YZ} blocks of {limit} shared bytes"
+        got, fix = f"{tuple(grid)} blocks of {shared_bytes} bytes", "split the call, or use the cpu room"
+        raise ValueRangeError(message("the cuda room", expression, expected, got, fix))
+    run = modules.kernel(file, expression, device)
     run(tuple(grid), (block,), tuple(NULL if a is None else a for a in arguments), shared_mem=shared_bytes)
 
 
 def over(count: int, per_block: int) -> tuple[int]:
     """Return the grid that gives `per_block` of `count` things to each block."""
-    blocks = -(-count // per_block)
-    assert blocks <= _GRID_X, "callers split what does not fit one launch"
-    return (blocks,)
+    return (-(-count // per_block),)
 
 
 def empty(shape: Sequence[int], dtype: Any, what: str, fix: str) -> Any:
