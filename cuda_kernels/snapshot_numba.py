@@ -79,14 +79,14 @@ def _int4_code(x):
 def _largest(row, most):
     """Return the largest magnitude of the block's row, a NaN if there is one; most [threads] is in shared memory."""
     mine = uint32(0)  # bits of magnitudes order as these do, NaN above all
-    for c in range(cuda.threadIdx.x, row.size, cuda.blockDim.x):
+    thread, half = int(cuda.threadIdx.x), _THREADS // 2
+    for c in range(thread, row.size, _THREADS):
         mine = max(mine, float32(row[c]).view(np.uint32) & uint32(0x7FFFFFFF))
-    most[cuda.threadIdx.x] = mine
+    most[thread] = mine
     cuda.syncthreads()
-    half = cuda.blockDim.x // 2
     while half > 0:
-        if cuda.threadIdx.x < half:
-            most[cuda.threadIdx.x] = max(most[cuda.threadIdx.x], most[cuda.threadIdx.x + half])
+        if thread < half:
+            most[thread] = max(most[thread], most[thread + half])
         cuda.syncthreads()
         half //= 2
     return uint32(most[0]).view(np.float32)
@@ -96,7 +96,7 @@ def _largest(row, most):
 def _encode(rows, storage, codes):
     most = cuda.shared.array(_THREADS, np.uint32)
     row, code = rows[cuda.blockIdx.x], codes[cuda.blockIdx.x]
-    thread, threads, width = cuda.threadIdx.x, cuda.blockDim.x, rows.shape[1]
+    thread, threads, width = int(cuda.threadIdx.x), _THREADS, rows.shape[1]
     if storage == BF16:
         for c in range(thread, width, threads):
             bits = _bf16_bits(float32(row[c]))
@@ -120,7 +120,7 @@ def _encode(rows, storage, codes):
 @cuda.jit
 def _decode(codes, storage, rows):
     row, code = rows[cuda.blockIdx.x], codes[cuda.blockIdx.x]
-    thread, threads, width = cuda.threadIdx.x, cuda.blockDim.x, rows.shape[1]
+    thread, threads, width = int(cuda.threadIdx.x), _THREADS, rows.shape[1]
     if storage == BF16:
         for c in range(thread, width, threads):
             bits = uint32(code[2 * c]) | (uint32(code[2 * c + 1]) << uint32(8))
