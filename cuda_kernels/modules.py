@@ -36,6 +36,7 @@ def _instances() -> dict[str, tuple[str, ...]]:
         found[f"{name}.cu"] = [f"{name}<{real}, 128>" for real in reals]
     decays = [f"check_decays<{real}>" for real in reals]
     found["check_values.cu"] = ["check_slots", *decays, "check_offsets", "safe_offsets"]
+    found["row_bandwidth.cu"] = [f"move_rows<{scatter}>" for scatter in rules]
     return {file: tuple(names) for file, names in found.items()}
 
 

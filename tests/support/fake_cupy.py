@@ -1,8 +1,8 @@
 """A stand-in for the few parts of CuPy that the CUDA room uses: memory is NumPy's, kernels run in the emulator.
 
 What real CuPy refuses is refused here too: NumPy arrays among its own, and a silent copy to the host. Numba's kernels
-run as Python. `install(monkeypatch)` puts it in CuPy's place and returns the module, whose `device` says what the machine has, `launches` what has run, and
-`run = False` makes launches do nothing but be written down.
+run as Python. `install(monkeypatch)` puts it in CuPy's place and returns the module, whose `device` says what the
+machine has and `launches` what has run; with `run = False` launches do nothing but be written down.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import types
 
 import numpy as np
 from emulated_cuda.run import emulate
+from emulated_delta import SERVED
 
 from sdm_lite.cuda_kernels import addressing, devices, hash_slots_numba, launch, log_plan_numba, modules, stream_numba
 
@@ -136,15 +137,15 @@ class _Function:
         if not _MODULE.run:
             return
         hosts = [None if a is launch.NULL else a.host if isinstance(a, Array) else a for a in args]
-        # kernels of the small files share one compilation
-        together = modules.INSTANCES[self.file] if self.file in _SMALL else ()
+        # the same programs as the kernels' own tests, and one for all of a small file
+        together = SERVED.get(self.file, modules.INSTANCES[self.file] if self.file in _SMALL else ())
         emulate(
             self.file, self.name, grid=grid, block=block, args=hosts, shared_bytes=shared_mem, serve=together,
             **_MODULE.schedule,
         )  # fmt: skip
 
 
-_SMALL = ("check_values.cu", "plan.cu", "sparse_delta_gates.cu", "sum_partials.cu")
+_SMALL = ("check_values.cu", "plan.cu")
 
 
 class RawModule:
