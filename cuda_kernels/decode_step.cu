@@ -24,7 +24,7 @@ struct TableRows {
 };
 
 template <typename State, int TILE, bool PER_SLOT>
-__global__ void __launch_bounds__(TILE * 4) decode_step(
+__global__ void __launch_bounds__(TILE * 4, 1) decode_step(
     State* table, const long long* row_start, const typename Arithmetic<State>::real* values, const int* write_slots,
     const typename Arithmetic<State>::real* write_weights, const typename Arithmetic<State>::real* log_decay,
     const typename Arithmetic<State>::real* beta, const int* read_slots, const typename Arithmetic<State>::real* read_weights,

@@ -63,8 +63,10 @@ __device__ __forceinline__ Real sum_one(Real x) {
 template <typename Real, typename Two>
 __device__ __forceinline__ Real dot_two(Two a, Two b, Real sum) { return fused(a.y, b.y, fused(a.x, b.x, sum)); }
 
+// One block for a multiprocessor is asked of the compiler: shared memory hardly leaves room for two, and for three of
+// them ptxas would spill registers.
 template <typename State, int TILE, bool PER_SLOT>
-__global__ void __launch_bounds__(TILE * 4) sparse_delta_backward(
+__global__ void __launch_bounds__(TILE * 4, 1) sparse_delta_backward(
     State* table, typename Arithmetic<State>::real* grad, const long long* row_start,
     const typename Arithmetic<State>::real* target, const typename Arithmetic<State>::real* dreadings,
     const typename Arithmetic<State>::real* write_weights, const typename Arithmetic<State>::real* alpha,

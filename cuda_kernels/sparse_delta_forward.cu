@@ -24,7 +24,8 @@
 // Two barriers a token.
 //
 // The caller ensures: write slots of a token distinct, all slots in [0, N), row_start and the plan of the same lanes,
-// row_budget >= W + R, W, R, D >= 1, arrays contiguous; rows need no alignment beyond their own element's.
+// row_budget >= W + R, D >= 1, arrays contiguous, log_rows and plan rows aligned to 16 bytes (others to their element:
+// rows of other than whole 16 bytes are copied in pieces of 4, 16-bit ones number by number).
 // Twins: sdm_lite/reference/delta.py, sdm_lite/cpu/forward.py (whose sums over rows run in one chain, not by groups:
 // results of more than one row differ in the last bits; everything else is the same operations).
 #include "delta_token.cuh"
@@ -39,7 +40,7 @@ struct StagedRows {
 };
 
 template <typename State, int TILE, bool PER_SLOT>
-__global__ void __launch_bounds__(TILE * 4) sparse_delta_forward(
+__global__ void __launch_bounds__(TILE * 4, 1) sparse_delta_forward(
     State* table, const long long* row_start, const typename Arithmetic<State>::real* values,
     const typename Arithmetic<State>::real* write_weights, const typename Arithmetic<State>::real* alpha,
     const typename Arithmetic<State>::real* beta, const typename Arithmetic<State>::real* read_weights,
