@@ -2,6 +2,7 @@
 // It includes no toolkit header, so NVRTC needs no include path but this folder's.
 //
 //   bf16, fp16                    16-bit floats as their bits; to_float(x), from_float<T>(f) round to nearest even
+//   add_rn(a, b)                  a sum that keeps numbers below 2^-126, which CuPy's -ftz=true turns into zeros
 //   load_two, store_two           two neighbouring columns of a row as float2 (double2 for double): one access each
 //   dynamic_smem()                the block's dynamic shared memory, 128-byte aligned
 //   SmemCut, SmemRing             cut it into arrays; smem_bytes_for(bytes) is what one array takes
@@ -30,6 +31,7 @@ template <int OPEN>
 __device__ __forceinline__ void async_wait() {
   simt::async_wait(OPEN);
 }
+__device__ __forceinline__ float add_rn(float a, float b) { return a + b; }
 __device__ __forceinline__ unsigned short bf16_bits(float x) { return simt::bf16_bits(x); }
 __device__ __forceinline__ unsigned short fp16_bits(float x) { return simt::fp16_bits(x); }
 __device__ __forceinline__ float fp16_value(unsigned short bits) { return simt::fp16_value(bits); }
@@ -54,6 +56,11 @@ template <int OPEN>
 __device__ __forceinline__ void async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(OPEN) : "memory");
 }
+__device__ __forceinline__ float add_rn(float a, float b) {
+  float sum;
+  asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+  return sum;
+}
 __device__ __forceinline__ unsigned short bf16_bits(float x) {
   unsigned short bits;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
@@ -75,6 +82,8 @@ __device__ __forceinline__ unsigned bf16_pair_bits(float low, float high) {
   return bits;
 }
 #endif
+
+__device__ __forceinline__ double add_rn(double a, double b) { return a + b; }
 
 // ---- 16-bit floats: widening is exact, narrowing rounds to nearest even, a NaN becomes 0x7fff ----
 __device__ __forceinline__ float to_float(float x) { return x; }

@@ -14,15 +14,21 @@ struct Wide<double> {
   using Key = unsigned long long;
 };
 
-// Integers that order like the floats: -0 as +0, NaN as -inf. No float has the key 0.
+// Integers that order like the floats: -0 as +0, NaN as -inf. No float has the key 0. Zeros and NaNs are told by their
+// bits: where the compiler flushes numbers below 2^-126, == would take these for zeros.
 __device__ __forceinline__ unsigned order_key(float x) {
-  const unsigned bits = x != x ? 0xff800000u : x == 0.f ? 0u : __float_as_uint(x);
+  unsigned bits = __float_as_uint(x);
+  const unsigned size = bits & 0x7fffffffu;
+  if (size > 0x7f800000u) bits = 0xff800000u;
+  if (size == 0u) bits = 0u;
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 __device__ __forceinline__ unsigned long long order_key(double x) {
-  const unsigned long long minus_infinity = 0xfff0000000000000ull, sign = 0x8000000000000000ull;
-  const unsigned long long bits = x != x ? minus_infinity : x == 0. ? 0ull : (unsigned long long)__double_as_longlong(x);
-  return bits & sign ? ~bits : bits | sign;
+  unsigned long long bits = (unsigned long long)__double_as_longlong(x);
+  const unsigned long long size = bits & 0x7fffffffffffffffull;
+  if (size > 0x7ff0000000000000ull) bits = 0xfff0000000000000ull;
+  if (size == 0ull) bits = 0ull;
+  return bits >> 63 ? ~bits : bits | 0x8000000000000000ull;
 }
 __device__ __forceinline__ float without_nan(float x) { return x == x ? x : __uint_as_float(0xff800000u); }
 __device__ __forceinline__ double without_nan(double x) {

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(THREADS)
       if (earlier < i) continue;
       Value sum = 0;
       for (int j = i; j < k; ++j)
-        if (column[j] == column[i]) sum += gradient[j];
+        if (column[j] == column[i]) sum = add_rn(sum, gradient[j]);
       out[first + column[i]] = sum;
     }
     __syncthreads();

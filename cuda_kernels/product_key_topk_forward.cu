@@ -71,7 +71,7 @@ struct TopK {
                                                    int* j) {
     *i = stairs.row_of(p);
     *j = p - stairs.start[*i];
-    return a.value[*i] + b.value[*j];
+    return add_rn(a.value[*i], b.value[*j]);
   }
 
   template <typename ValueAt>
