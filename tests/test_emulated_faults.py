@@ -93,6 +93,13 @@ def test_diverged_halves_and_atomics():
 
 
 @needs("plain")
+def test_the_portable_switch_of_stacks():
+    sums, kernel = np.zeros(32, np.int32), "diverged_halves"
+    emulate(FILE, kernel, grid=1, block=32, args=[sums], schedule="random", defines=["SIMT_UCONTEXT"])
+    assert sums.tolist() == [120] * 16 + [31] * 16
+
+
+@needs("plain")
 def test_16_bit_floats_round_as_torch_does():
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)

@@ -100,7 +100,8 @@ def test_16_bit_scores_are_widened(name):
     if name == "fp16":
         narrow, wide = x.astype(np.float16), x.astype(np.float16).astype(np.float32)
     launch, values, slots = forward_launch(narrow, widths, k, name)
-    several(FORWARD, [launch])
+    both = [f"product_key_topk_forward<{name}, {THREADS}>" for name in ("bf16", "fp16")]  # one compilation
+    several(FORWARD, [launch], serve=both)
     want_values, want_slots = addressing.product_key_topk_forward(wide, widths, k)
     assert values.tobytes() == want_values.tobytes() and np.array_equal(slots, want_slots)
 
