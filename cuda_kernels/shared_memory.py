@@ -16,7 +16,6 @@ class DeltaShape(NamedTuple):
     """What the shared memory of a sparse delta launch depends on.
 
     `decays` is A: 1 or W. `log_bits` is the bits per column of logged rows, None where nothing is logged.
-    `strip` is what the emulator adds to each array to catch accesses past its end.
     """
 
     tile: int
@@ -28,11 +27,10 @@ class DeltaShape(NamedTuple):
     row_budget: int
     token_budget: int
     log_bits: int | None = None
-    strip: int = 0
 
     def array(self, size: int) -> int:
         """Return the bytes that one array of `size` bytes takes."""
-        return _round(size) + self.strip
+        return _round(size)
 
     def parts(self) -> int:
         """Return the bytes of one array of sums by groups."""

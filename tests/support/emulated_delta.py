@@ -17,7 +17,6 @@ from sdm_lite.rooms import DeltaGradients, DeltaInputs
 ENTRY = np.dtype([("slot", "u4"), ("from_", "u2"), ("to", "u2")])
 NO_PLACE = 0xFFFF
 STATES = {"float32": "float", "float64": "double", "bfloat16": "bf16", "float16": "fp16"}
-ASAN_STRIP = 64
 
 #: what the tests use of each file, so that it is compiled once
 SERVED = {
@@ -147,12 +146,11 @@ class Emulated:
 
     def shape(self, state_dtype: str, log_bits: int | None = None) -> DeltaShape:
         """Return what the shared memory depends on."""
-        strip = ASAN_STRIP if self.setting.build == "asan" else 0
         state_bytes = {"float": 4, "double": 8, "bf16": 2, "fp16": 2}[STATES[state_dtype]]
         budget = max(self.setting.row_budget, self.writes + self.reads)
         return DeltaShape(
             self.setting.tile, state_bytes, self.real.itemsize, self.writes, self.reads, self.decays, budget,
-            self.setting.token_budget, log_bits, strip,
+            self.setting.token_budget, log_bits,
         )  # fmt: skip
 
     def kernel(self, name: str, state_dtype: str | None = None) -> str:
