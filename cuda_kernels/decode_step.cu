@@ -7,7 +7,7 @@
 // Launch: grid (L, ceil(D / TILE)), 4 TILE threads, shared bytes: s(x) = x rounded up to 16,
 // s(A sizeof real) + 2 s(parts TILE sizeof real), parts = 4 (TILE 32) or 8.
 // Traffic per token and lane: (2 W + R) D sizeof State + 2 D real, and per tile 8 (W + R) + 4 (A + 1) bytes.
-// Three barriers a token and a row's latency in each of three places: for long sequences use sparse_delta_forward.
+// Three barriers a token, and the latency of rows three times: for long sequences use sparse_delta_forward.cu.
 // Where W + R rows do not fit in shared memory at all, this kernel serves any number of tokens.
 // The caller ensures: as there, but for the plan. Twins: as there.
 #include "delta_token.cuh"
@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(TILE * 4, 1) decode_step(
   };
   for (int t = 0; t < lane.tokens; ++t) {
     const long long token = lane.token(t);
-    for (int w = threadIdx.x; w < decays; w += Block::kThreads) s_alpha[w] = (real)exp((double)log_decay[token * decays + w]);
+    for (int w = threadIdx.x; w < decays; w += Block::kThreads)
+      s_alpha[w] = (real)exp((double)log_decay[token * decays + w]);
     __syncthreads();
     Token<real, int> x;
     x.write_at = write_slots + token * writes;
@@ -61,7 +62,8 @@ __global__ void __launch_bounds__(TILE * 4, 1) decode_step(
     x.writes = writes;
     x.reads = reads;
     x.decay_per_slot = decays > 1;
-    forward_token<PER_SLOT>(tile, rows, x, load_columns(values + token * width + column, tile.live), part_error, part_y, no_log, settle);
+    const auto value = load_columns(values + token * width + column, tile.live);
+    forward_token<PER_SLOT>(tile, rows, x, value, part_error, part_y, no_log, settle);
     due = token;
   }
   __syncthreads();

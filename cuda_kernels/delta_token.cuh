@@ -1,7 +1,7 @@
-// The sparse delta rule for one token (spec section 4, paper equations 3 to 5), by one block on its tile of columns.
+// The sparse delta rule for one token (spec section 4, paper equations 3 to 5), by one block on its columns.
 //
 //   error = v - sum_w (alpha_w k_w) M[i_w]                    rule "shared"
-//   M[i]  = alpha M[i] + k (beta error)                       or, rule "per_slot", alpha M[i] + (beta k)(v - alpha M[i])
+//   M[i]  = alpha M[i] + k (beta error)                      or, rule "per_slot", alpha M[i] + (beta k)(v - alpha M[i])
 //   y     = sum_r q_r M[i_r]
 //
 // Both ways to reach rows (staged in shared memory; in the table itself) run this, so they give the same bits.

@@ -6,8 +6,8 @@
 //   token inputs x 2      for up to `token_budget` tokens at a time: a chunk of many tokens takes several steps
 //
 // All copies are asynchronous, in one group per step; the wait at the start of a step is for copies issued a step ago.
-// Two barriers' worth of order are relied on: the one at the start of a step stands between a row written back and
-// its being fetched again (two chunks later at the soonest), and between the last use of a buffer and its next filling.
+// The barrier at the start of a step stands between a row's being written back and its being fetched again (two chunks
+// later at the soonest), and between the last use of a buffer and its next filling.
 #pragma once
 #include "delta_tile.cuh"
 #include "plan.cuh"
@@ -39,7 +39,7 @@ __device__ __forceinline__ void stage(T* to_smem, const T* from, int count) {
     for (int i = thread * 2; i < bytes; i += 32 * 2) copy_async<2>(to + i, source + i);
   }
 }
-// Numbers of type T that one token takes of a staged array of `count`: whole 16-byte pieces, so that each begins on one.
+// Numbers of type T that one token takes of a staged array: whole 16-byte pieces, so that each begins on one.
 template <typename T>
 __host__ __device__ constexpr int staged(int count) {
   return (count * (int)sizeof(T) + 15) / 16 * 16 / (int)sizeof(T);
@@ -68,7 +68,8 @@ struct Columns {
     for (int i = threadIdx.x; i < rows * kPieces; i += kThreads) {
       const RowEntry e = list[i / kPieces];
       const int at = i % kPieces * BYTES;
-      if (at < bytes && wanted(e)) move(i / kPieces * TILE * (int)sizeof(T) + at, (char*)(first + (long long)e.slot * width) + at);
+      if (at < bytes && wanted(e))
+        move(i / kPieces * TILE * (int)sizeof(T) + at, (char*)(first + (long long)e.slot * width) + at);
     }
   }
   template <typename Wanted>
@@ -85,12 +86,14 @@ struct Columns {
   }
   // Copies the rows that the chunk just done and the next one share; came_from(e) is e's place in the former.
   template <typename CameFrom>
-  static __device__ __forceinline__ void hand_over(T* to, const T* from, const RowEntry* list, int rows, CameFrom came_from) {
+  static __device__ __forceinline__ void hand_over(T* to, const T* from, const RowEntry* list, int rows,
+                                                   CameFrom came_from) {
     constexpr int kPieces = TILE * (int)sizeof(T) / 16;
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * kPieces; i += kThreads) {
       const int place = came_from(list[i / kPieces]);
-      if (place != kNoPlace) ((uint4*)(to + i / kPieces * TILE))[i % kPieces] = ((const uint4*)(from + place * TILE))[i % kPieces];
+      if (place != kNoPlace)
+        ((uint4*)(to + i / kPieces * TILE))[i % kPieces] = ((const uint4*)(from + place * TILE))[i % kPieces];
     }
   }
 };
@@ -124,8 +127,8 @@ __device__ __forceinline__ Chunk step_after(Chunk chunk, Chunk step, int budget)
 //   run(begin, end, rows buffer, tokens buffer)   work through a step's tokens
 //   leave(list, rows, next list, next rows, rows buffer)   put rows back or hand them over to the other buffer
 template <bool REVERSE, int THREADS, typename FetchRows, typename FetchTokens, typename Work, typename Leave>
-__device__ __forceinline__ void walk(const LanePlan& plan, SmemRing<RowEntry> lists, int token_budget, FetchRows fetch_rows,
-                                     FetchTokens fetch_tokens, Work run, Leave leave) {
+__device__ __forceinline__ void walk(const LanePlan& plan, SmemRing<RowEntry> lists, int token_budget,
+                                     FetchRows fetch_rows, FetchTokens fetch_tokens, Work run, Leave leave) {
   auto fetch_list = [&](int position, Chunk chunk) {
     const char* from = (const char*)(plan.rows + (long long)chunk.begin * plan.row_stride);
 #pragma unroll 1
@@ -151,7 +154,8 @@ __device__ __forceinline__ void walk(const LanePlan& plan, SmemRing<RowEntry> li
       }
       first = false;
       last = REVERSE ? step.begin == now.begin : step.end == now.end;
-      const Chunk following = last ? first_step<REVERSE>(next, token_budget) : step_after<REVERSE>(now, step, token_budget);
+      const Chunk following =
+          last ? first_step<REVERSE>(next, token_budget) : step_after<REVERSE>(now, step, token_budget);
       fetch_tokens(following.begin, following.end, tokens_buffer ^ 1);
       async_commit();
       run(step.begin, step.end, p & 1, tokens_buffer);

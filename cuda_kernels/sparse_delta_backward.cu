@@ -29,7 +29,7 @@
 // Order of sums: over rows as in delta_tile.cuh; over a block of 32 columns: a thread's two columns first, then 16
 // threads in a tree 8, 4, 2, 1 apart. The plan is the forward's, walked backwards; the bits of every result are the
 // same for any TILE, budgets, batch and schedule.
-// Traffic per token and lane: at most 2 (W + R) D (sizeof State + real) + 4 D real, less what neighbouring chunks share,
+// Traffic per token and lane: at most 2 (W + R) D (State + real) bytes + 4 D real, less what neighbouring chunks share,
 // the logged rows, and (2 W + R + 1) ceil(D / 32) real of partial sums. Barriers a token: three; "per_slot" two.
 //
 // The caller ensures: as for the forward; a row that is not logged has a finite inverse.
@@ -63,6 +63,149 @@ __device__ __forceinline__ Real sum_one(Real x) {
 template <typename Real, typename Two>
 __device__ __forceinline__ Real dot_two(Two a, Two b, Real sum) { return fused(a.y, b.y, fused(a.x, b.x, sum)); }
 
+// One token's staged inputs; target and dy are those of the thread's columns.
+template <typename Real, typename Two>
+struct StagedToken {
+  const unsigned short *write_at, *read_at;
+  const Real *k, *q, *alpha, *inverse;
+  const int* log_place;  // null: nothing is logged
+  const unsigned char* codes;
+  const float* scales;
+  Real beta;
+  Two target, dy;
+  long long number;
+};
+
+// What a block needs to undo tokens, and how; m and g: the staged rows of M and G from the thread's first column on.
+template <typename State, int TILE, bool PER_SLOT>
+struct Undo {
+  using real = typename Arithmetic<State>::real;
+  using two = typename Arithmetic<State>::two;
+  using Staged = StagedToken<real, two>;
+  const Tile<State, TILE>& tile;
+  real *parts, *dvalues, *dk_parts, *ddecay_parts, *dbeta_parts, *dq_parts;
+  long long all_tokens;
+  int width, writes, reads, decays, inverses, storage, code_bytes;
+  State* m;
+  real* g;
+
+  __device__ __forceinline__ int block_of_columns() const { return (tile.column0 + tile.column) / kScaled; }
+  __device__ __forceinline__ bool block_exists() const { return block_of_columns() * kScaled < width; }
+
+  // Writes the sums of a batch of rows over the half warp's 32 columns to partials [.., n, count].
+  __device__ __forceinline__ void put_sums(real* partials, long long token, int count, int first, int end,
+                                           real (&x)[kHeld]) const {
+    const real sum = sum_rows(x);
+    const int row = first + threadIdx.x % 16 / 2;
+    if (threadIdx.x % 2 == 0 && row < end && block_exists())
+      partials[(block_of_columns() * all_tokens + token) * count + row] = sum;
+  }
+  __device__ __forceinline__ void put_dvalues(long long token, two x) const {
+    if (tile.group == 0) store_columns(dvalues + token * width + tile.column0 + tile.column, x, tile.live);
+  }
+
+  __device__ __forceinline__ void take_reading_back(const Staged& x) const {
+    const Run run = run_of(reads, tile.group);
+#pragma unroll 1
+    for (int first = run.begin; first < run.end; first += kHeld) {
+      real along[kHeld];
+#pragma unroll
+      for (int j = 0; j < kHeld; ++j) {
+        along[j] = 0;
+        if (first + j >= run.end) continue;
+        const int at = x.read_at[first + j] * TILE;
+        store_two(g + at, fused_two(x.q[first + j], x.dy, load_two(g + at)));
+        along[j] = dot_two(load_two(m + at), x.dy, (real)0);
+      }
+      put_sums(dq_parts, x.number, reads, first, run.end, along);
+    }
+  }
+
+  // Logged rows take their place; nobody else looks at them before the token's last barrier.
+  __device__ __forceinline__ void restore_logged(const Staged& x, Run run) const {
+    if (!x.log_place) return;
+#pragma unroll 1
+    for (int w = run.begin; w < run.end; ++w) {
+      if (x.log_place[w] < 0) continue;
+      const float scale = x.scales[w * (TILE / kScaled) + tile.column / kScaled];
+      two before = decode_two<State>(x.codes + w * code_bytes, tile.column, storage, scale);
+      if (tile.live < 1) before.x = 0;
+      if (tile.live < 2) before.y = 0;
+      store_two(m + x.write_at[w] * TILE, before);
+    }
+  }
+
+  // Returns ddelta, of which dv and dbeta are made on the way. One barrier.
+  __device__ __forceinline__ two take_error_back(const Staged& x, Run run) const {
+    two sum = {0, 0};
+#pragma unroll 1
+    for (int first = run.begin; first < run.end; first += kHeld)
+#pragma unroll
+      for (int j = 0; j < kHeld; ++j) {
+        const int w = first + j;
+        if (w < run.end) sum = fused_two(x.k[w], load_two(g + x.write_at[w] * TILE), sum);
+      }
+    tile.put_part(parts, sum);
+    __syncthreads();
+    const two ddelta = tile.sum_parts(parts);
+    put_dvalues(x.number, times_two(x.beta, ddelta));
+    if (tile.group == 0) {
+      const real dbeta = sum_one(dot_two(ddelta, x.target, (real)0));
+      if (threadIdx.x % 16 == 0 && block_exists()) dbeta_parts[block_of_columns() * all_tokens + x.number] = dbeta;
+    }
+    return ddelta;
+  }
+
+  // Rows back to M_prev, G through the decay and the residual. Returns the group's part of dv, rule "per_slot".
+  __device__ __forceinline__ two undo_writes(const Staged& x, Run run, two delta, two pull) const {
+    two sum = {0, 0};
+#pragma unroll 1
+    for (int first = run.begin; first < run.end; first += kHeld) {
+      real along[kHeld], gate[kHeld];
+#pragma unroll
+      for (int j = 0; j < kHeld; ++j) {
+        along[j] = gate[j] = 0;
+        const int w = first + j;
+        if (w >= run.end) continue;
+        const int at = x.write_at[w] * TILE;
+        const real alpha = decays > 1 ? x.alpha[w] : x.alpha[0], step = PER_SLOT ? x.beta * x.k[w] : x.k[w];
+        const two gi = load_two(g + at);
+        two before = load_two(m + at);
+        if (!x.log_place || x.log_place[w] < 0)
+          before = times_two(inverses > 1 ? x.inverse[w] : x.inverse[0],
+                             fused_two(-step, PER_SLOT ? x.target : delta, before));
+        const two decayed = times_two(alpha, before);
+        const two dm = PER_SLOT ? fused_two(-step, gi, gi) : fused_two(step, pull, gi);
+        if (PER_SLOT) sum = fused_two(step, gi, sum);
+        store_two(g + at, times_two(alpha, dm));
+        store_two(m + at, before);
+        along[j] = PER_SLOT ? dot_two(gi, minus_two(x.target, decayed), (real)0)
+                            : dot_two(pull, decayed, dot_two(gi, delta, (real)0));
+        gate[j] = dot_two(dm, decayed, (real)0);
+      }
+      put_sums(dk_parts, x.number, writes, first, run.end, along);
+      put_sums(ddecay_parts, x.number, writes, first, run.end, gate);
+    }
+    return sum;
+  }
+
+  __device__ __forceinline__ void token(const Staged& x) const {
+    take_reading_back(x);
+    __syncthreads();
+    const Run run = run_of(writes, tile.group);
+    restore_logged(x, run);
+    two delta = {0, 0}, pull = {0, 0};
+    if (!PER_SLOT) {
+      pull = times_two(-x.beta, take_error_back(x, run));
+      delta = times_two(x.beta, x.target);
+    }
+    const two dvalue = undo_writes(x, run, delta, pull);
+    if (PER_SLOT) tile.put_part(parts, dvalue);
+    __syncthreads();
+    if (PER_SLOT && tile.group == 0) put_dvalues(x.number, tile.sum_parts(parts));
+  }
+};
+
 // One block for a multiprocessor is asked of the compiler: shared memory hardly leaves room for two, and for three of
 // them ptxas would spill registers.
 template <typename State, int TILE, bool PER_SLOT>
@@ -84,14 +227,14 @@ __global__ void __launch_bounds__(TILE * 4, 1) sparse_delta_backward(
   const int lane_index = blockIdx.x;
   const Block tile(blockIdx.y, width);
   const Lane lane = lane_at(lane_index, heads, tokens, cu_seqlens);
-  const LanePlan plan = plan_of(Plan{rows, row_count, chunk_start, chunks, place_w, place_r, row_stride}, lane, lane_index, writes, reads);
+  const Plan whole{rows, row_count, chunk_start, chunks, place_w, place_r, row_stride};
+  const LanePlan plan = plan_of(whole, lane, lane_index, writes, reads);
   const Columns<State, TILE> columns(table, row_start[lane_index], width, tile.column0, tile.columns);
   const Columns<real, TILE> grad_columns(grad, row_start[lane_index], width, tile.column0, tile.columns);
   const Log<State> log(log_rows, log_scales, storage, width);
   const int inverses = PER_SLOT ? writes : decays;
   const int code_bytes = TILE * log_bits(storage, sizeof(State)) / 8;  // of a logged row's TILE columns
   constexpr int kScales = TILE / kScaled;
-  const int scaled_block = (tile.column0 + tile.column) / kScaled;  // the thread's block of 32 columns
   const int logged = log_place ? token_budget : 0;
 
   SmemCut cut{dynamic_smem()};
@@ -104,7 +247,8 @@ __global__ void __launch_bounds__(TILE * 4, 1) sparse_delta_backward(
   const auto s_place_w = cut.ring<unsigned short>(2, token_budget * at_w);
   const auto s_place_r = cut.ring<unsigned short>(2, token_budget * at_r);
   const auto s_k = cut.ring<real>(2, token_budget * at_k), s_q = cut.ring<real>(2, token_budget * at_q);
-  const auto s_alpha = cut.ring<real>(2, token_budget * at_alpha), s_inverse = cut.ring<real>(2, token_budget * at_inverse);
+  const auto s_alpha = cut.ring<real>(2, token_budget * at_alpha);
+  const auto s_inverse = cut.ring<real>(2, token_budget * at_inverse);
   const auto s_beta = cut.ring<real>(2, token_budget * at_beta);
   const auto s_target = cut.ring<real>(2, token_budget * TILE), s_dy = cut.ring<real>(2, token_budget * TILE);
   real* parts = cut.take<real>(Block::kParts * TILE);
@@ -134,12 +278,14 @@ __global__ void __launch_bounds__(TILE * 4, 1) sparse_delta_backward(
       const int mine = w0 + thread < writes ? log_place[token * writes + w0 + thread] : -1;
       if ((storage == kFp8 || storage == kInt4) && mine >= 0)
         for (int s = 0; s < kScales && tile.column0 + s * kScaled < width; ++s)
-          async_copy_4(s_scale[buffer] + i * at_scale + (w0 + thread) * kScales + s, log.scale_of(mine, tile.column0 + s * kScaled));
+          async_copy_4(s_scale[buffer] + i * at_scale + (w0 + thread) * kScales + s,
+                       log.scale_of(mine, tile.column0 + s * kScaled));
       for (int j = 0; j < 32; j += at_once) {
         const int row = j + thread / pieces % at_once, place = __shfl_sync(0xffffffffu, mine, row);
         if (place < 0) continue;
         unsigned char* to = s_codes[buffer] + (i * writes + w0 + row) * code_bytes;
-        for (int at = thread % pieces * 16; at < bytes; at += 32 * 16) async_copy_16(to + at, log.rows + place * log.pitch + offset + at);
+        const unsigned char* from = log.rows + place * log.pitch + offset;
+        for (int at = thread % pieces * 16; at < bytes; at += 32 * 16) async_copy_16(to + at, from + at);
       }
     }
   };
@@ -162,105 +308,35 @@ __global__ void __launch_bounds__(TILE * 4, 1) sparse_delta_backward(
     }
   };
 
-  // Writes the sums of a batch of rows over the half warp's 32 columns to partials [.., n, count].
-  auto put_sums = [&](real* partials, long long token, int count, int first, int end, real(&x)[kHeld]) {
-    const real sum = sum_rows(x);
-    const int row = first + threadIdx.x % 16 / 2;
-    if (threadIdx.x % 2 == 0 && row < end && scaled_block * kScaled < width)
-      partials[(scaled_block * all_tokens + token) * count + row] = sum;
-  };
-
-  auto run_token = [&](State* m, real* g, long long token, int i, int buffer) {
-    const unsigned short *write_at = s_place_w[buffer] + i * at_w, *read_at = s_place_r[buffer] + i * at_r;
-    const real *k = s_k[buffer] + i * at_k, *q = s_q[buffer] + i * at_q, *alphas = s_alpha[buffer] + i * at_alpha,
-               *inverse_of = s_inverse[buffer] + i * at_inverse;
-    const real beta_t = s_beta[buffer][i * at_beta];
-    const two dy = load_two(s_dy[buffer] + i * TILE + tile.column), given = load_two(s_target[buffer] + i * TILE + tile.column);
-
-    const Run read = run_of(reads, tile.group);
-#pragma unroll 1
-    for (int first = read.begin; first < read.end; first += kHeld) {
-      real along[kHeld];
-#pragma unroll
-      for (int j = 0; j < kHeld; ++j) {
-        along[j] = 0;
-        if (first + j >= read.end) continue;
-        const int at = read_at[first + j] * TILE;
-        store_two(g + at, fused_two(q[first + j], dy, load_two(g + at)));
-        along[j] = dot_two(load_two(m + at), dy, (real)0);
-      }
-      put_sums(dq_parts, token, reads, first, read.end, along);
-    }
-    __syncthreads();
-
-    const Run write = run_of(writes, tile.group);
-    const int* logs = log_place ? s_log[buffer] + i * at_log : nullptr;
-    if (logs)  // logged rows take their place; from here to the last barrier nobody else looks at them
-#pragma unroll 1
-      for (int w = write.begin; w < write.end; ++w) {
-        if (logs[w] < 0) continue;
-        two before = decode_two<State>(s_codes[buffer] + (i * writes + w) * code_bytes, tile.column, storage,
-                                       s_scale[buffer][i * at_scale + w * kScales + tile.column / kScaled]);
-        if (tile.live < 1) before.x = 0;
-        if (tile.live < 2) before.y = 0;
-        store_two(m + write_at[w] * TILE, before);
-      }
-    two sum = {0, 0}, delta = {0, 0}, pull = {0, 0};
-    if (!PER_SLOT) {
-#pragma unroll 1
-      for (int first = write.begin; first < write.end; first += kHeld)
-#pragma unroll
-        for (int j = 0; j < kHeld; ++j) {
-          const int w = first + j;
-          if (w < write.end) sum = fused_two(k[w], load_two(g + write_at[w] * TILE), sum);
-        }
-      tile.put_part(parts, sum);
-      __syncthreads();
-      const two ddelta = tile.sum_parts(parts);
-      delta = times_two(beta_t, given);
-      pull = times_two(-beta_t, ddelta);
-      if (tile.group == 0) {
-        store_columns(dvalues + token * width + tile.column0 + tile.column, times_two(beta_t, ddelta), tile.live);
-        const real dbeta = sum_one(dot_two(ddelta, given, (real)0));
-        if (threadIdx.x % 16 == 0 && scaled_block * kScaled < width) dbeta_parts[scaled_block * all_tokens + token] = dbeta;
-      }
-    }
-#pragma unroll 1
-    for (int first = write.begin; first < write.end; first += kHeld) {
-      real along[kHeld], gate[kHeld];
-#pragma unroll
-      for (int j = 0; j < kHeld; ++j) {
-        along[j] = gate[j] = 0;
-        const int w = first + j;
-        if (w >= write.end) continue;
-        const int at = write_at[w] * TILE;
-        const real alpha_w = decays > 1 ? alphas[w] : alphas[0], step = PER_SLOT ? beta_t * k[w] : k[w];
-        const two gi = load_two(g + at);
-        two before = load_two(m + at);
-        if (!logs || logs[w] < 0) before = times_two(inverses > 1 ? inverse_of[w] : inverse_of[0], fused_two(-step, PER_SLOT ? given : delta, before));
-        const two decayed = times_two(alpha_w, before);
-        const two dm = PER_SLOT ? fused_two(-step, gi, gi) : fused_two(step, pull, gi);
-        if (PER_SLOT) sum = fused_two(step, gi, sum);
-        store_two(g + at, times_two(alpha_w, dm));
-        store_two(m + at, before);
-        along[j] = PER_SLOT ? dot_two(gi, minus_two(given, decayed), (real)0) : dot_two(pull, decayed, dot_two(gi, delta, (real)0));
-        gate[j] = dot_two(dm, decayed, (real)0);
-      }
-      put_sums(dk_parts, token, writes, first, write.end, along);
-      put_sums(ddecay_parts, token, writes, first, write.end, gate);
-    }
-    if (PER_SLOT) tile.put_part(parts, sum);
-    __syncthreads();
-    if (PER_SLOT && tile.group == 0)
-      store_columns(dvalues + token * width + tile.column0 + tile.column, tile.sum_parts(parts), tile.live);
-  };
+  Undo<State, TILE, PER_SLOT> undo{tile,       parts,  dvalues, dk_parts, ddecay_parts, dbeta_parts, dq_parts,
+                                   all_tokens, width,  writes,  reads,    decays,       inverses,    storage,
+                                   code_bytes, nullptr, nullptr};
   auto run = [&](int begin, int end, int rows_buffer, int buffer) {
-    for (int t = end - 1; t >= begin; --t)
-      run_token(s_m[rows_buffer] + tile.column, s_g[rows_buffer] + tile.column, lane.token(t), t - begin, buffer);
+    undo.m = s_m[rows_buffer] + tile.column;
+    undo.g = s_g[rows_buffer] + tile.column;
+    for (int t = end - 1; t >= begin; --t) {
+      const int i = t - begin;
+      StagedToken<real, two> x;
+      x.write_at = s_place_w[buffer] + i * at_w;
+      x.read_at = s_place_r[buffer] + i * at_r;
+      x.k = s_k[buffer] + i * at_k;
+      x.q = s_q[buffer] + i * at_q;
+      x.alpha = s_alpha[buffer] + i * at_alpha;
+      x.inverse = s_inverse[buffer] + i * at_inverse;
+      x.log_place = log_place ? s_log[buffer] + i * at_log : nullptr;
+      x.codes = s_codes[buffer] + i * writes * code_bytes;
+      x.scales = s_scale[buffer] + i * at_scale;
+      x.beta = s_beta[buffer][i * at_beta];
+      x.target = load_two(s_target[buffer] + i * TILE + tile.column);
+      x.dy = load_two(s_dy[buffer] + i * TILE + tile.column);
+      x.number = lane.token(t);
+      undo.token(x);
+    }
   };
   auto leave = [&](const RowEntry* list, int count, const RowEntry* next_list, int next_count, int buffer) {
-    columns.put_back(s_m[buffer], list, count, [](RowEntry e) { return e.from == kNoPlace && (e.written || e.to != kNoPlace); });
-    grad_columns.put_back(s_g[buffer], list, count, [](RowEntry e) { return e.from == kNoPlace; });
+    auto leaves = [](RowEntry e) { return e.from == kNoPlace; };  // M of a row that was only read is what it was
+    columns.put_back(s_m[buffer], list, count, [=](RowEntry e) { return leaves(e) && (e.written || e.to != kNoPlace); });
+    grad_columns.put_back(s_g[buffer], list, count, leaves);
     auto came_from = [](RowEntry e) { return (int)e.to; };
     columns.hand_over(s_m[buffer ^ 1], s_m[buffer], next_list, next_count, came_from);
     grad_columns.hand_over(s_g[buffer ^ 1], s_g[buffer], next_list, next_count, came_from);

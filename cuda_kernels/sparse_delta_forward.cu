@@ -12,10 +12,9 @@
 // State: float, bf16, fp16, double. A written row is rounded to it at every token; all arithmetic is in real.
 // Units: sizes and strides in elements, alpha a factor in [0, 1].
 //
-// Launch: grid (L, ceil(D / TILE)), 4 TILE threads, shared bytes as shared_memory.py has it: with s(x) = x rounded up to
-// 16, the sum of
-//   2 s(row_budget TILE sizeof State) + 3 s(8 row_budget), 2 s(parts TILE sizeof real), parts = 4 (TILE 32) or 8
-//   2 token_budget (s(2 W) + s(2 R) + s(W real) + s(R real) + s(A real) + 16 + s(TILE real) + [log: s(4 W)])
+// Launch: grid (L, ceil(D / TILE)), 4 TILE threads, shared bytes as shared_memory.py has it: s(x) = x rounded up to 16,
+//   2 s(row_budget TILE sizeof State) + 3 s(8 row_budget) + 2 s(parts TILE sizeof real), parts = 4 (TILE 32) or 8,
+//   + 2 token_budget (s(2 W) + s(2 R) + s(W real) + s(R real) + s(A real) + 16 + s(TILE real) + [log: s(4 W)])
 // Ownership: a block owns (lane, TILE columns) and walks the sequence alone: nobody else touches its columns of the
 // lane's rows. Threads and the order of sums: delta_tile.cuh. The bits of every result are the same for any TILE,
 // budgets, batch, packing and schedule, and those of decode_step.cu.
@@ -34,9 +33,10 @@
 // Rows in shared memory, from the thread's first column on.
 template <typename State, int TILE>
 struct StagedRows {
+  using two = typename Arithmetic<State>::two;
   State* rows;
-  __device__ __forceinline__ typename Arithmetic<State>::two load(int place) const { return load_two(rows + place * TILE); }
-  __device__ __forceinline__ void store(int place, typename Arithmetic<State>::two x) const { store_two(rows + place * TILE, x); }
+  __device__ __forceinline__ two load(int place) const { return load_two(rows + place * TILE); }
+  __device__ __forceinline__ void store(int place, two x) const { store_two(rows + place * TILE, x); }
 };
 
 template <typename State, int TILE, bool PER_SLOT>
@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(TILE * 4, 1) sparse_delta_forward(
   const int lane_index = blockIdx.x;
   const Block tile(blockIdx.y, width);
   const Lane lane = lane_at(lane_index, heads, tokens, cu_seqlens);
-  const LanePlan plan = plan_of(Plan{rows, row_count, chunk_start, chunks, place_w, place_r, row_stride}, lane, lane_index, writes, reads);
+  const Plan whole{rows, row_count, chunk_start, chunks, place_w, place_r, row_stride};
+  const LanePlan plan = plan_of(whole, lane, lane_index, writes, reads);
   const Columns<State, TILE> columns(table, row_start[lane_index], width, tile.column0, tile.columns);
   const Log<State> log(log_rows, log_scales, storage, width);
 
@@ -63,7 +64,8 @@ __global__ void __launch_bounds__(TILE * 4, 1) sparse_delta_forward(
   const auto buffers = cut.ring<State>(2, row_budget * TILE);
   const auto lists = cut.ring<RowEntry>(3, (row_budget + 1) / 2 * 2);  // copied two entries at a time
   const int at_w = staged<unsigned short>(writes), at_r = staged<unsigned short>(reads), at_k = staged<real>(writes),
-            at_q = staged<real>(reads), at_alpha = staged<real>(decays), at_beta = staged<real>(1), at_log = staged<int>(writes);
+            at_q = staged<real>(reads), at_alpha = staged<real>(decays), at_beta = staged<real>(1),
+            at_log = staged<int>(writes);
   const auto s_place_w = cut.ring<unsigned short>(2, token_budget * at_w);
   const auto s_place_r = cut.ring<unsigned short>(2, token_budget * at_r);
   const auto s_k = cut.ring<real>(2, token_budget * at_k), s_q = cut.ring<real>(2, token_budget * at_q);
@@ -119,7 +121,8 @@ __global__ void __launch_bounds__(TILE * 4, 1) sparse_delta_forward(
   };
   auto leave = [&](const RowEntry* list, int count, const RowEntry* next_list, int next_count, int buffer) {
     columns.put_back(buffers[buffer], list, count, [](RowEntry e) { return e.write_back(); });
-    columns.hand_over(buffers[buffer ^ 1], buffers[buffer], next_list, next_count, [](RowEntry e) { return (int)e.from; });
+    columns.hand_over(buffers[buffer ^ 1], buffers[buffer], next_list, next_count,
+                      [](RowEntry e) { return (int)e.from; });
   };
   walk<false, Block::kThreads>(plan, lists, token_budget, fetch_rows, fetch_tokens, run, leave);
   __syncthreads();

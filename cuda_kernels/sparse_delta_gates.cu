@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(256) decay_factors(const Real* log_decay, Real
 
 template <typename Real, bool PER_SLOT>
 __global__ void __launch_bounds__(256)
-undo_factors(const Real* alpha, const Real* beta, const Real* write_weights, Real* inverse, long long numbers, int writes, int decays) {
+undo_factors(const Real* alpha, const Real* beta, const Real* write_weights, Real* inverse, long long numbers, int writes,
+             int decays) {
   const long long i = (long long)blockIdx.x * 256 + threadIdx.x;
   if (i >= numbers) return;
   if (!PER_SLOT) {

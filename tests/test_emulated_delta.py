@@ -181,11 +181,12 @@ def test_decays_to_nothing_are_finite(log_decay, rule):
         assert (gradients.log_decay[:, 3] == 0).all()
 
 
+#: of 30 slots and 15 uses a token: a token a chunk, two or so (rows handed over), or all tokens in one
 SETTINGS = [
     Setting(tile=64),
-    Setting(row_budget=40, token_budget=1),
-    Setting(tile=64, row_budget=100, token_budget=7),
-    *(Setting(row_budget=30, schedule=tuple(how.items())) for how in SCHEDULES),
+    Setting(row_budget=100, token_budget=1),
+    Setting(tile=64, row_budget=24, token_budget=7),
+    *(Setting(row_budget=20, schedule=tuple(how.items())) for how in SCHEDULES),
 ]
 
 
