@@ -12,7 +12,7 @@
 // plan_chunks: block (lane)
 // Shared memory of plan_rows: U = window (W + R) rounded up to a power of two: U keys of 8 bytes, U ints, 3 window ints.
 // Traffic: slots once, places and rows once, binary searches in the rows of two neighbours.
-// Required: W + R <= row_budget < 65,535; window (W + R) <= 2^22; window <= 1,024.
+// Required: 1 <= W + R <= row_budget < 65,535; window (W + R) <= 2^22; window <= 1,024.
 #include "block.cuh"
 #include "plan.cuh"
 
