@@ -68,7 +68,9 @@ def _c_name(array: Any) -> str:
 @functools.lru_cache(maxsize=256)
 def _on_device(widths: tuple[int, ...], device: int) -> Any:
     """Return the widths on a device: copied there once, so that a later call may be captured in a graph."""
-    return cupy().asarray(np.array(widths, np.int32))
+    copied = cupy().asarray(np.array(widths, np.int32))
+    cupy().cuda.get_current_stream().synchronize()  # the next call may be in another stream
+    return copied
 
 
 def _candidates(widths: tuple[int, ...], k: int) -> int:

@@ -20,7 +20,7 @@ _FIX = "split the sequence"
 
 
 class Call(NamedTuple):
-    """Sizes as in docs/spec.md; `count` is B T H, `lanes` sequences times heads."""
+    """Sizes as in docs/spec.md; `total` is B T H, `lanes` sequences times heads."""
 
     inputs: DeltaInputs
     state: str  # C++ name of the state dtype
@@ -30,7 +30,7 @@ class Call(NamedTuple):
     lanes: int
     heads: int
     tokens: int
-    count: int
+    total: int
     width: int
     writes: int
     reads: int
@@ -119,11 +119,11 @@ def make_plan(call: Call, row_budget: int) -> Plan:
     def array(shape: tuple[int, ...], dtype: Any) -> Any:
         return launch.empty(shape, dtype, "the plan of a call", _FIX)
 
-    rows, rows_from = array((call.count * stride,), np.uint64), array((call.count,), np.int32)
-    row_count, chunk_start = array((call.count,), np.int32), array((call.count + call.lanes,), np.int32)
+    rows, rows_from = array((call.total * stride,), np.uint64), array((call.total,), np.int32)
+    row_count, chunk_start = array((call.total,), np.int32), array((call.total + call.lanes,), np.int32)
     chunks = array((call.lanes,), np.int32)
-    place_w = array((call.count, call.writes), np.uint16)
-    place_r = array((call.count, call.reads), np.uint16)
+    place_w = array((call.total, call.writes), np.uint16)
+    place_r = array((call.total, call.reads), np.uint16)
     cu, windowed = call.cu_seqlens, (np.int32(window), np.int32(windows))
     sizes = call.numbers("tokens", "heads")
     launch.launch(

@@ -86,7 +86,7 @@ def device_unavailable(device: int) -> str | None:
     major, minor = limits.capability
     # within a major version code for an older device runs on a newer one; across, only PTX does, which CuPy
     # makes when told to (for the newest architecture that NVRTC knows)
-    if major > newest // 10 and not cp.cuda.compiler._use_ptx:
+    if major > newest // 10 and not getattr(cp.cuda.compiler, "_use_ptx", False):
         return (
             f"{limits.name} has compute capability {major}.{minor} and NVRTC knows up to {newest // 10}.{newest % 10}: "
             "install a newer NVRTC, or set CUPY_COMPILE_WITH_PTX=1 before CuPy is imported"

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import DeviceMemoryError, ValueRangeError, message
 from . import modules
-from .devices import cupy, limits_of
+from .devices import cupy
 
 #: a null pointer as an argument of a launch
 NULL = np.uint64(0)
@@ -31,13 +31,12 @@ def launch(
     """
     if 0 in grid:
         return
-    device = cupy().cuda.Device().id
-    limit = limits_of(device).shared_per_block
+    run = modules.kernel(file, expression, cupy().cuda.Device().id)
+    limit = run.max_dynamic_shared_size_bytes
     if max(grid[1:], default=0) > _GRID_YZ or grid[0] > _GRID_X or shared_bytes > limit:
         expected = f"at most {_GRID_X} by {_GRID_YZ} blocks of {limit} shared bytes"
         got, fix = f"{tuple(grid)} blocks of {shared_bytes} bytes", "split the call, or use the cpu room"
         raise ValueRangeError(message("the cuda room", expression, expected, got, fix))
-    run = modules.kernel(file, expression, device)
     run(tuple(grid), (block,), tuple(NULL if a is None else a for a in arguments), shared_mem=shared_bytes)
 
 

@@ -61,7 +61,7 @@ def open_log(call: Call, options: DeltaOptions, fix: str) -> Log:
     waiting is the size of a snapshot, which is what a partial log is there to save. A complete one waits for nothing.
     """
     storage, bits = _storage(call, options)
-    writes = call.count * call.writes
+    writes = call.total * call.writes
     if writes >= 2**31:
         expected, got = "fewer than 2^31 writes B T H W in one call with gradients", str(writes)
         raise ValueRangeError(message("the cuda room", "write_slots", expected, got, "split the batch or the sequence"))

@@ -87,5 +87,5 @@ def kernel(file: str, expression: str, device: int) -> Any:
             module = cupy().RawModule(code=text, options=OPTIONS, name_expressions=(expression,))
             found = _kernels[key] = module.get_function(expression)
             # once, here: what a launch really takes is said by the launch
-            found.max_dynamic_shared_size_bytes = limits_of(device).shared_per_block
+            found.max_dynamic_shared_size_bytes = limits_of(device).shared_per_block - found.shared_size_bytes
         return found

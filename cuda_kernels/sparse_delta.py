@@ -39,7 +39,7 @@ def sparse_delta_forward(
         table = _own_table(call, state)
         error = log = None
         if save:
-            error = call.empty((0 if call.per_slot else call.count, call.width), "saved prediction errors")
+            error = call.empty((0 if call.per_slot else call.total, call.width), "saved prediction errors")
             log = open_log(call, options, _OTHER_RESTORE)
         readings = _run_forward(call, table, error, log)
         final_state = None
@@ -170,22 +170,22 @@ def _run_backward(call: Call, table: Any, grad: Any, target: Any, dreadings: Any
         raise _too_many_rows(call, "the backward")
     blocks = -(-call.width // _PARTIAL_COLUMNS)
     dk_parts, ddecay_parts, dq_parts = (
-        call.empty((blocks, call.count, n), "partial sums of gradients") for n in (call.writes, call.writes, call.reads)
+        call.empty((blocks, call.total, n), "partial sums of gradients") for n in (call.writes, call.writes, call.reads)
     )
-    dbeta_parts = None if call.per_slot else call.empty((blocks, call.count), "partial sums of gradients")
+    dbeta_parts = None if call.per_slot else call.empty((blocks, call.total), "partial sums of gradients")
     alpha = decay_factors(call)
     launch.launch(
         "sparse_delta_backward.cu", _kernel("sparse_delta_backward", call, cut.tile), _grid(call, cut), 4 * cut.tile,
         (table, grad, calls.row_start(call), target, dreadings, x.write_weights, alpha, _undo_factors(call, alpha),
          x.beta, x.read_weights, *_log_arguments(log), dvalues, dk_parts, ddecay_parts, dbeta_parts, dq_parts,
-         *calls.make_plan(call, cut.row_budget), *_budgets(cut), call.cu_seqlens, np.int64(call.count),
+         *calls.make_plan(call, cut.row_budget), *_budgets(cut), call.cu_seqlens, np.int64(call.total),
          *call.numbers("heads", "tokens", "width", "writes", "reads", "decays")),
         cut.shared_bytes,
     )  # fmt: skip
     launch.launch(
-        "sum_partials.cu", f"sum_partials<{call.real}, {_c(call.per_slot)}>", launch.over(call.count, 4), 128,
+        "sum_partials.cu", f"sum_partials<{call.real}, {_c(call.per_slot)}>", launch.over(call.total, 4), 128,
         (dk_parts, ddecay_parts, dbeta_parts, dq_parts, x.beta, x.write_weights, dk, ddecay, dbeta, dq,
-         np.int64(call.count), np.int32(blocks), *call.numbers("writes", "reads", "decays")),
+         np.int64(call.total), np.int32(blocks), *call.numbers("writes", "reads", "decays")),
     )  # fmt: skip
     return DeltaGradients(dvalues, dk, ddecay, dbeta, dq, None)
 
@@ -212,12 +212,16 @@ def _undo_factors(call: Call, alpha: Any) -> Any:
 
 def _cut_forward(call: Call, log: Log | None) -> tiling.Tiling | None:
     bits = None if log is None or log.is_empty else log.bits
-    return _cut(call, lambda *cut: shared_memory.forward_bytes(_shape(call, *cut, bits)))
+    return _cut(call, lambda tile, rows, tokens: shared_memory.forward_bytes(_shape(call, tile, rows, tokens, bits)))
 
 
 def _cut_backward(call: Call, log: Log) -> tiling.Tiling | None:
     bits = None if log.is_empty else log.bits
-    return _cut(call, lambda *cut: shared_memory.backward_bytes(_shape(call, *cut, bits), per_slot=call.per_slot))
+
+    def size(tile: int, rows: int, tokens: int) -> int:
+        return shared_memory.backward_bytes(_shape(call, tile, rows, tokens, bits), per_slot=call.per_slot)
+
+    return _cut(call, size)
 
 
 def _cut(call: Call, size: Any) -> tiling.Tiling | None:

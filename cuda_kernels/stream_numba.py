@@ -15,5 +15,5 @@ def current_stream() -> Any:
 
 
 def device_array(x: Any) -> Any:
-    """Return a CuPy array as one of Numba's. In one stream there is nothing to wait for, which Numba would by default."""
+    """Return a CuPy array as one of Numba's, without the wait that Numba has by default: all is in one stream."""
     return cuda.as_cuda_array(x, sync=False)

@@ -151,7 +151,7 @@ def like(x: Any, kind: str, result: Any) -> Any:
     if kind == "dlpack" and hasattr(x, "__array_namespace__"):
         return x.__array_namespace__().from_dlpack(result)
     numba_cuda = sys.modules.get("numba.cuda")
-    if kind == "cuda_array" and numba_cuda is not None and numba_cuda.is_cuda_array(x):
+    if kind == "cuda_array" and numba_cuda is not None and hasattr(x, "__cuda_ndarray__"):
         return numba_cuda.as_cuda_array(result)
     return result
 

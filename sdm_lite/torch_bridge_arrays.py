@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +46,15 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
+class _Stream(NamedTuple):
+    """A stream by its address, as the CUDA stream protocol has it; not every torch says it so itself."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
+
+
 def borrowed(function: Callable) -> Callable:
     """Make an op's body work on the device and stream of its first tensor, and take memory from torch's allocator."""
 
@@ -60,7 +69,7 @@ def borrowed(function: Callable) -> Callable:
             memory = torch.empty(size, dtype=torch.uint8, device=x.device)
             return memory.data_ptr(), memory
 
-        stream = torch.cuda.current_stream(x.device)
+        stream = _Stream(torch.cuda.current_stream(x.device).cuda_stream)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.cuda.device(x.device))
             stack.enter_context(cuda_kernels.borrowed(x.device.index, stream=stream, allocate=allocate))

@@ -249,10 +249,9 @@ def test_arrays_with_the_cuda_array_interface(cupy, monkeypatch):
     want = sdm_lite.product_key_topk(scores, 3)
     got = sdm_lite.product_key_topk(NumbaArray(scores), 3)
     assert all(isinstance(a, cupy.ndarray) and np.array_equal(a.host, b) for a, b in zip(got, want))
-    numba_cuda = types.SimpleNamespace(
-        is_cuda_array=lambda x: isinstance(x, NumbaArray), as_cuda_array=lambda x: NumbaArray(x.host)
-    )
+    numba_cuda = types.SimpleNamespace(as_cuda_array=lambda x: NumbaArray(x.host))
     monkeypatch.setitem(sys.modules, "numba.cuda", numba_cuda)
+    monkeypatch.setattr(NumbaArray, "__cuda_ndarray__", True, raising=False)
     got = sdm_lite.product_key_topk(NumbaArray(scores), 3)
     assert all(isinstance(a, NumbaArray) and np.array_equal(a.host, b) for a, b in zip(got, want))
 
@@ -286,7 +285,7 @@ def torch(cupy, monkeypatch):
     torch = pytest.importorskip("torch")
     from sdm_lite import torch_bridge_arrays
 
-    stream = types.SimpleNamespace(__cuda_stream__=lambda: (0, 7))
+    stream = types.SimpleNamespace(cuda_stream=7)
     monkeypatch.setattr(torch_bridge_arrays, "on_gpu", lambda x: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)

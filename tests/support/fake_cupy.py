@@ -127,6 +127,7 @@ class _Function:
 
     def __init__(self, file: str, name: str):
         self.file, self.name, self.max_dynamic_shared_size_bytes = file, name, 48 << 10
+        self.shared_size_bytes = 0
 
     def __call__(self, grid, block, args, *, shared_mem=0):
         limit = _MODULE.device["sharedMemPerBlockOptin"]
@@ -215,6 +216,9 @@ class _Stream(contextlib.nullcontext):
         _MODULE.streams.append(foreign)
         return cls(foreign)
 
+    def synchronize(self):
+        _MODULE.syncs += 1
+
     def is_capturing(self):
         return _MODULE.capturing
 
@@ -244,12 +248,12 @@ def empty(shape, dtype=np.float64):
     size = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
     if size > _MODULE.free:
         raise OutOfMemoryError(f"Out of memory allocating {size:,} bytes")
-    if _MODULE.allocator is None:
+    if _MODULE.allocator is None or not size:
         host = np.empty(shape, dtype)
         owner = None
     else:
         owner = _MODULE.allocator(size).memory
-        flat = (ctypes.c_ubyte * size).from_address(owner.ptr) if size else b""
+        flat = (ctypes.c_ubyte * size).from_address(owner.ptr)
         host = np.frombuffer(flat, np.uint8).view(dtype).reshape(shape)
     host.reshape(-1).view(np.uint8)[:] = 0xFF
     return Array(host, owner)

@@ -2,8 +2,8 @@
 
     python tests/support/kernel_figures.py sparse_delta_forward.cu "sparse_delta_forward<float, 32, false>" --arch 90
 
-prints one kernel's; ``--write`` puts the table of all into docs/kernels.md. Needs the extra `cuda-check`. What one text of
-source gave for one architecture is kept in a folder beside the emulator's, since compiling all takes minutes.
+prints one kernel's; ``--write`` puts the table of all into docs/kernels.md. Needs the extra `cuda-check`. What one text
+of source gave for one architecture is kept in a temporary folder, since compiling all takes minutes.
 """
 
 from __future__ import annotations
