@@ -61,10 +61,10 @@ def open_call(inputs: DeltaInputs, options: DeltaOptions, slots: int) -> Call:
     batch, tokens, heads, width = inputs.values.shape
     writes, reads = inputs.write_slots.shape[-1], inputs.read_slots.shape[-1]
     sequences = batch if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
-    for name, size, least in (("write_slots", writes, 1), ("read_slots", reads, 1), ("values", tokens, 0)):
-        if not least <= size < 2**31:
-            got, fix = str(size), "use the cpu room" if not size else _FIX
-            raise ValueRangeError(message("the cuda room", name, f"{least} to 2^31 - 1 on its axis", got, fix))
+    if tokens >= 2**31:
+        raise ValueRangeError(message("the cuda room", "values", "fewer than 2^31 tokens", str(tokens), _FIX))
+    if not writes + reads:
+        raise ValueRangeError(message("the cuda room", "write_slots", "a write or a read", "none", "use the cpu room"))
     return Call(
         inputs,
         STATES[options.state_dtype],

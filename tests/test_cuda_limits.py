@@ -313,10 +313,9 @@ def test_a_capture_waits_for_nothing(cupy):
 
 def test_unusual_sizes_are_refused_with_the_fix(cupy):
     inputs, state = call_of(cupy)
-    none = inputs._replace(
-        read_slots=cupy.zeros((*TOKEN, 0), np.int32), read_weights=cupy.zeros((*TOKEN, 0), np.float32)
-    )
-    with pytest.raises(errors.ValueRangeError, match="read_slots.*use the cpu room"):
+    slots, weights = (cupy.zeros((*TOKEN, 0), dtype) for dtype in (np.int32, np.float32))
+    none = inputs._replace(read_slots=slots, read_weights=weights, write_slots=slots, write_weights=weights)
+    with pytest.raises(errors.ValueRangeError, match="a write or a read.*use the cpu room"):
         cuda_kernels.sparse_delta_forward(none, state, DeltaOptions())
     cupy.device.update(sharedMemPerBlockOptin=2 << 10, sharedMemPerMultiprocessor=3 << 10)
     cupy.run = False
