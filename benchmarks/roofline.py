@@ -128,7 +128,7 @@ def estimate(device: str, shape: Shape, direction: str, state: str, *, logged: f
         memory=moved / (RANDOM_ROWS * bandwidth),
         shared=per_multiprocessor * shape.T * (staged + touched + sums) / SHARED_BYTES_PER_CLOCK / clock,
         issue=per_multiprocessor * shape.T * instructions * warps / 4 / clock,
-        latency=math.ceil(per_multiprocessor / tiling.RESIDENT) * shape.T * chain / clock,
+        latency=math.ceil(per_multiprocessor / tiling.resident(cut.tile)) * shape.T * chain / clock,
     )
     return Estimate(device, shape, direction, cut, moved, operations(shape, direction), resources)
 

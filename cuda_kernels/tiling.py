@@ -14,8 +14,8 @@ TOKENS = (8, 4, 2, 1)
 RESERVED = 1 << 10
 #: with more rows the walk's first chunk, which nothing hides, grows and the traffic hardly falls
 MOST_ROWS = 2048
-#: blocks that share a multiprocessor where there are enough: one computes while the other waits at a barrier
-RESIDENT = 2
+#: threads that share a multiprocessor: a kernel takes up to 256 registers a thread, of 65,536
+_RESIDENT_THREADS = 256
 
 
 class Tiling(NamedTuple):
@@ -64,8 +64,9 @@ def choose(
         blocks = lanes * -(-width // tile)
         if tile > tiles[-1] and (blocks < limits.multiprocessors or 2 * width <= tile):
             continue
-        for resident in (RESIDENT, 1) if blocks > limits.multiprocessors else (1,):
-            room = min(limits.shared_per_block, limits.shared_per_multiprocessor // resident - RESERVED)
+        most = resident(tile) if blocks > limits.multiprocessors else 1
+        for sharing in range(most, 0, -1):
+            room = min(limits.shared_per_block, limits.shared_per_multiprocessor // sharing - RESERVED)
             for tokens in TOKENS:
                 # a budget of several tokens is of use only with rows for as many; the last resort is one token
                 least = rows_per_token * min(tokens, 4)
@@ -73,6 +74,11 @@ def choose(
                 if rows >= least:
                     return Tiling(tile, rows, tokens, shared_bytes(tile, rows, tokens))
     return None
+
+
+def resident(tile: int) -> int:
+    """Return how many blocks share a multiprocessor where there are enough: one computes while another waits."""
+    return max(1, _RESIDENT_THREADS // (4 * tile))
 
 
 def _most_rows(room: int, most: int, size: Callable[[int], int]) -> int:

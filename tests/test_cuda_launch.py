@@ -153,6 +153,20 @@ def test_token_by_token_is_the_whole_sequence(cupy):
     assert np.array_equal(columns_first.host, whole.host)
 
 
+@pytest.mark.parametrize("name", ["no_tokens", "no_batch", "shared_no_batch", "packed_empty"])
+def test_empty_axes(cupy, name):
+    """T = 0 gives no readings and hands the state, and its gradient, through."""
+    case = make_case(name, dtype=np.float32)
+    for restore in RESTORES:
+        options = DeltaOptions(restore=restore)
+        readings, final, gradients = in_cuda(cupy, case, options, case.state)
+        want = cpu.sparse_delta_forward(case.inputs, case.state, options, save=True, final=True)
+        upstream = (case.dreadings, case.dfinal, case.state.shape)
+        want_gradients = cpu.sparse_delta_backward(case.inputs, options, want[2], *upstream)
+        for a, b in zip((readings, final, *gradients), (*want[:2], *want_gradients), strict=True):
+            assert a.shape == b.shape and np.array_equal(a, b)
+
+
 @pytest.mark.parametrize("fields", ONE_SIDED, ids=lambda fields: fields.name)
 def test_only_reads_and_only_writes(cupy, fields):
     case, options = make_case(fields, dtype=np.float32), DeltaOptions(restore="snapshot")

@@ -60,6 +60,10 @@ def test_cuts_of_known_devices():
     """The paper model's shapes by hand: 2 lanes of 2048 columns are 128 blocks of 32, fewer than an H200's 132 SMs."""
     assert cut(devices.KNOWN["H200"], "forward", "bf16", 2, 2048)[:1] == (32,)
     assert cut(devices.KNOWN["H200"], "forward", "bf16", 16, 2048).tile == 64
+    # 17 lanes of 64 columns: one block a multiprocessor, by its registers, and all of its shared memory
+    assert cut(devices.KNOWN["H200"], "forward", "bf16", 17, 2048).shared_bytes > 200 << 10
+    # 5 lanes of 1000 columns are 160 blocks of 32: two share a multiprocessor
+    assert cut(devices.KNOWN["H200"], "forward", "bf16", 5, 1000).shared_bytes < 114 << 10
     h200, rtx = (cut(devices.KNOWN[name], "forward", "bf16", 2, 2048).row_budget for name in ("H200", "RTX 5090"))
     assert h200 > 2 * rtx  # 227 against 99 KB
     # 64-bit rows of M and G, twice, are more than a consumer's block has
