@@ -6,6 +6,8 @@
 
 PYTHON ?= python3
 VENV := .venv
+# What is installed beside the library; CI adds cuda-check, with which the CUDA kernels are compiled (65 MB, no GPU).
+EXTRAS ?= all
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TYPING := build/typing
@@ -24,7 +26,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is " + sys.version)'
 	@echo 'installing into $(VENV): a few minutes the first time'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt --editable '.[all]'
+	$(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 
 demo: $(INSTALLED)

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-import numpy
+from ..arrays import module_of as _module_of
 
-
-def _module_of(*arrays: Any) -> Any:
-    """Return ``cupy`` if one of `arrays` is a CuPy array, else ``numpy``; imports nothing.
-
-    >>> _module_of(numpy.zeros(2)).__name__
-    'numpy'
-    """
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and any(isinstance(array, cupy.ndarray) for array in arrays):
-        return cupy
-    return numpy
+__all__ = ["_is_float", "_module_of"]
 
 
 def _is_float(array: Any) -> bool:

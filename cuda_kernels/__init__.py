@@ -1,11 +1,22 @@
-"""The CUDA room. It holds no kernels in this release, so every door of it raises with the reason."""
+"""The CUDA room: raw CUDA kernels through CuPy, and Numba CUDA kernels; needs a GPU and an extra, cuda12 or cuda13."""
 
 if __name__ != "sdm_lite.cuda_kernels":
     raise ImportError("this folder is the package sdm_lite.cuda_kernels: install sdm-lite and import that")
 
-__all__ = ["unavailable"]
+from .addressing import hash_slots_forward, product_key_topk_backward, product_key_topk_forward
+from .devices import unavailable
+from .foreign import borrowed, view
+from .sparse_delta import sparse_delta_backward, sparse_delta_forward, sparse_delta_update, values_are_fine
 
-
-def unavailable() -> str | None:
-    """Return why no CUDA call can be served."""
-    return "the cuda room has no kernels in this release: move the arrays to the CPU"
+__all__ = [
+    "borrowed",
+    "hash_slots_forward",
+    "product_key_topk_backward",
+    "product_key_topk_forward",
+    "sparse_delta_backward",
+    "sparse_delta_forward",
+    "sparse_delta_update",
+    "unavailable",
+    "values_are_fine",
+    "view",
+]

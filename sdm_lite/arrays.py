@@ -1,7 +1,8 @@
-"""Arrays of any kind in, NumPy arrays for the rooms, and the caller's kind back.
+"""Arrays of any kind in, NumPy or CuPy arrays for the rooms, and the caller's kind back.
 
-A kind is "numpy", "torch", "cupy", "tape" (``sdm_lite.autograd.Tensor``) or "dlpack" (anything else
-with ``__dlpack__``). A framework is looked up only where the caller has imported it already.
+A kind is "numpy", "torch", "cupy", "tape" (``sdm_lite.autograd.Tensor``), "dlpack" (anything else with
+``__dlpack__``) or "cuda_array" (with ``__cuda_array_interface__`` only, as Numba's device arrays). A framework
+is looked up only where the caller has imported it already; CuPy, which views whatever lies on a GPU, by its room.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 INTEGERS = ("int32", "int64")
 IDS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")  # all that int64 holds
 _DLPACK_CPU = (1, 3)  # kDLCPU and pinned host memory
+_DLPACK_CUDA = (2, 13)  # kDLCUDA and managed memory
 
 
 def kind_of(op: str, name: str, x: Any) -> str:
@@ -37,14 +39,16 @@ def kind_of(op: str, name: str, x: Any) -> str:
         return "cupy"
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return "dlpack"
+    if hasattr(x, "__cuda_array_interface__"):
+        return "cuda_array"
     raise DtypeError(message(op, name, "an array", type(x).__name__, "pass numpy.asarray(...) or a tensor"))
 
 
 def common_kind(op: str, named: dict[str, Any]) -> str:
-    """Return the one kind of all arguments (a tape call may hold NumPy arrays)."""
+    """Return the one kind of all arguments (a tape call may hold plain arrays)."""
     kinds = {name: kind_of(op, name, x) for name, x in named.items()}
     found = set(kinds.values())
-    if found == {"tape", "numpy"}:
+    if found in ({"tape", "numpy"}, {"tape", "cupy"}):
         return "tape"
     if len(found) != 1:
         listed = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
@@ -63,17 +67,78 @@ def _word(dtype: Any) -> str:
     return name if isinstance(name, str) else str(dtype).rpartition(".")[2]
 
 
-def to_numpy(op: str, name: str, x: Any) -> np.ndarray:
-    """Return a NumPy view of a NumPy, tape or DLPack array on the CPU, without a copy; bf16 is not viewed here."""
+def module_of(*arrays: Any) -> Any:
+    """Return ``cupy`` if one of `arrays` is a CuPy array, else ``numpy``; imports nothing.
+
+    >>> module_of(np.zeros(2)).__name__
+    'numpy'
+    """
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and any(isinstance(array, cupy.ndarray) for array in arrays):
+        return cupy
+    return np
+
+
+def common_device(op: str, named: dict[str, Any]) -> str:
+    """Return where all of a call's arrays lie, "cpu" or "cuda:N", or raise DeviceError: none is copied in silence."""
+    devices = {name: _device_of(x) for name, x in named.items()}
+    away = next((name for name, device in devices.items() if device != "cpu"), None)
+    if away is None:
+        return "cpu"
+    device, state = devices[away], _cuda_room_state()
+    if state != "ready" or not device.startswith("cuda:"):
+        fix = f"copy it to the CPU; the cuda room: {state}"
+        raise DeviceError(message(op, away, "an array on the CPU", f"this array is on {device}", fix))
+    for name, other in devices.items():
+        if other != device:
+            fix = f"move one of the two: {away} is on {device}"
+            raise DeviceError(message(op, name, f"an array on {device}", f"this array is on {other}", fix))
+    return device
+
+
+def _device_of(x: Any) -> str:
+    x = _untaped(x)
+    if isinstance(x, np.ndarray):
+        return "cpu"
+    if module_of(x) is not np:
+        return f"cuda:{x.device.id}"
+    if hasattr(x, "__dlpack_device__"):
+        device, number = x.__dlpack_device__()
+        if int(device) in _DLPACK_CPU:
+            return "cpu"
+        return f"cuda:{number}" if int(device) in _DLPACK_CUDA else f"DLPack device {int(device)}:{number}"
+    return f"cuda:{_on_gpu(x).device.id}" if _cuda_room_state() == "ready" else "a GPU"
+
+
+def _untaped(x: Any) -> Any:
     tape = sys.modules.get("sdm_lite.autograd")
-    if tape is not None and isinstance(x, tape.Tensor):
-        x = x.data
+    return x.data if tape is not None and isinstance(x, tape.Tensor) else x
+
+
+def _cuda_room_state() -> str:
+    from . import rooms
+
+    return rooms.backends()["cuda"]
+
+
+def _on_gpu(x: Any) -> Any:
+    from . import rooms
+
+    return rooms.room("cuda", "arrays").view(x)
+
+
+def to_room(op: str, name: str, x: Any) -> Any:
+    """Return a NumPy view of x (a CuPy one, where x is on a GPU), without a copy; bf16 is not viewed here."""
+    x = _untaped(x)
     if not isinstance(x, np.ndarray):
-        check_on_cpu(op, name, x)
-        try:
-            x = np.from_dlpack(x)
-        except (BufferError, RuntimeError) as error:
-            raise DtypeError(message(op, name, "an array NumPy can view", str(error), "convert it first")) from error
+        if module_of(x) is np:
+            host = _device_of(x) == "cpu"
+            try:
+                x = np.from_dlpack(x) if host else _on_gpu(x)
+            except (BufferError, RuntimeError) as error:
+                fix = "convert it first"
+                raise DtypeError(message(op, name, "an array the rooms can view", str(error), fix)) from error
+        return x
     if not x.dtype.isnative:
         raise DtypeError(
             message(op, name, "native byte order", str(x.dtype), "call .astype(x.dtype.newbyteorder('='))")
@@ -91,25 +156,26 @@ def numbers_of(x: Any) -> np.ndarray | None:
     return np.array(x.tolist())
 
 
-def check_on_cpu(op: str, name: str, x: Any) -> None:
-    """Raise DeviceError where a DLPack array lies on another device: nothing is copied in silence."""
-    device, number = x.__dlpack_device__()
-    if int(device) not in _DLPACK_CPU:
-        from . import rooms
-
-        where = f"cuda:{number}" if int(device) in (2, 13) else f"DLPack device {int(device)}:{number}"
-        reason = rooms.backends()["cuda"]
-        raise DeviceError(message(op, name, "an array on the CPU", f"this array is on {where}", reason))
+def to_numpy(op: str, name: str, x: Any) -> np.ndarray:
+    """Return a NumPy view as :func:`to_room` does, or raise DeviceError: for what the CPU rooms alone serve."""
+    device = _device_of(x)
+    if device != "cpu":
+        fix = "copy it to the CPU: no cuda room serves this"
+        raise DeviceError(message(op, name, "an array on the CPU", f"this array is on {device}", fix))
+    return to_room(op, name, x)
 
 
-def like(x: Any, kind: str, result: np.ndarray) -> Any:
-    """Return `result` as the caller's kind: NumPy, or through x's own namespace for other DLPack arrays."""
+def like(x: Any, kind: str, result: Any) -> Any:
+    """Return `result` as the caller's kind: through x's own namespace for DLPack arrays, and a Numba device array."""
     if kind == "dlpack" and hasattr(x, "__array_namespace__"):
         return x.__array_namespace__().from_dlpack(result)
+    numba_cuda = sys.modules.get("numba.cuda")
+    if kind == "cuda_array" and numba_cuda is not None and hasattr(x, "__cuda_ndarray__"):
+        return numba_cuda.as_cuda_array(result)
     return result
 
 
-def to_float(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def to_float(x: Any, dtype: np.dtype) -> Any:
     """Return x, of any float dtype, plain in the compute dtype (without a copy where it is already)."""
     if x.dtype == dtype:
         return plain(x, dtype)
@@ -119,13 +185,16 @@ def to_float(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return plain(x, dtype)
 
 
-def plain(x: np.ndarray, dtype: Any) -> np.ndarray:
+def plain(x: Any, dtype: Any) -> Any:
     """Return x as a C-contiguous, aligned, writable array; the latter two since each mix of others compiles kernels."""
-    x = np.ascontiguousarray(x, dtype=dtype)
+    xp = module_of(x)
+    x = xp.ascontiguousarray(x, dtype=dtype)
+    if xp is not np:
+        return x
     return x if x.flags.writeable and x.flags.aligned else x.copy()
 
 
-def from_float(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def from_float(x: Any, dtype: np.dtype) -> Any:
     """Return results of the compute dtype in the dtype of an input."""
     if dtype == x.dtype:
         return x
@@ -135,23 +204,25 @@ def from_float(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return x.astype(dtype, copy=False)
 
 
-def to_slots(x: np.ndarray) -> np.ndarray:
+def to_slots(x: Any) -> Any:
     """Return int32 or int64 slots as contiguous int32; what does not fit stays out of any table's range."""
     if x.dtype == np.int64:
-        x = np.clip(x, np.iinfo(np.int32).min, np.iinfo(np.int32).max)
+        limits = np.iinfo(np.int32)
+        x = x.clip(limits.min, limits.max)
     return plain(x, np.int32)
 
 
-def widen_bf16(bits: np.ndarray) -> np.ndarray:
+def widen_bf16(bits: Any) -> Any:
     """Return the float32 values of bf16 bits (uint16): exact."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def narrow_bf16(x: np.ndarray) -> np.ndarray:
+def narrow_bf16(x: Any) -> Any:
     """Return the bf16 bits (uint16) of float32 values, rounded to nearest even; a NaN stays one, quiet."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    xp = module_of(x)
+    bits = xp.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(x), (bits >> 16).astype(np.uint16) | np.uint16(0x40), rounded)
+    return xp.where(xp.isnan(x), (bits >> 16).astype(np.uint16) | np.uint16(0x40), rounded)
 
 
 def widen_state(bits: np.ndarray, state_dtype: str) -> np.ndarray:
@@ -173,6 +244,6 @@ def narrow_state(rows: np.ndarray, state_dtype: str) -> np.ndarray:
     return rows
 
 
-def state_bits(x: np.ndarray) -> np.ndarray:
+def state_bits(x: Any) -> Any:
     """Return a state array as the rooms take it: 16-bit floats as their bits (a view), others as they are."""
     return x.view(np.uint16) if dtype_name(x) in ("bfloat16", "float16") else x

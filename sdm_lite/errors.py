@@ -52,6 +52,10 @@ class FileFormatError(SdmError, ValueError):
     """A file is damaged, or holds something else than what is asked of it."""
 
 
+class DeviceMemoryError(SdmError, MemoryError):
+    """A device has not the memory that a call needs; the text names the bytes and what would need fewer."""
+
+
 def message(op: str, argument: str, expected: str, got: str, fix: str) -> str:
     """Return the one form that all error texts have.
 

@@ -10,7 +10,7 @@ import numpy as np
 from . import arrays, rooms, validate
 from .errors import DtypeError, ValueRangeError, message
 from .fwpkm_stream import StreamCall, StreamOptions, stream_forward
-from .ops import _backend
+from .ops import host_backend
 from .product_key_memory import check_epsilon
 
 __all__ = ["fwpkm"]
@@ -128,7 +128,7 @@ def after_call(
         validate.check_dtype(op, name, x, arrays.FLOATS)
     validate.check_topk(op, options.k, keys[2] ** 2, "lower k or use more sub-keys")
     valid = _mask(op, mask, (batch, tokens))
-    name = _backend(op, kind, backend)
+    name = host_backend(op, kind, backend)
     rooms.room(name, op)
     bridge, dtype = _bridge(kind), state.dtype
     canonical = [bridge.canonical(x, dtype) for x in (queries, values, gates)]

@@ -14,6 +14,7 @@ from .rooms import DeltaInputs, DeltaOptions
 
 __all__ = ["hash_slots", "product_key_topk", "sparse_delta_rule", "sparse_delta_rule_"]
 
+_FOREIGN = ("dlpack", "cuda_array")  # kinds that are worked on as views
 _Call = tuple[Any, Any, Any, Any, Any, Any, Any]  # DeltaInputs without cu_seqlens
 
 
@@ -32,7 +33,7 @@ def product_key_topk(scores: Any, k: int, *, factors: Any = None, backend: str |
     factors : tuple of int, int or None
         Width of each factor; an int F means F equal ones, None two.
     backend : str or None
-        The room: "cpu" (default), "reference".
+        The room: "cpu" (default), "reference"; "cuda" (default) for arrays on a GPU.
 
     Returns
     -------
@@ -58,13 +59,14 @@ def product_key_topk(scores: Any, k: int, *, factors: Any = None, backend: str |
     """
     op = "product_key_topk"
     kind, given = arrays.kind_of(op, "scores", scores), scores
-    if kind == "dlpack":
-        scores = arrays.to_numpy(op, "scores", scores)
+    device = _device(op, kind, {"scores": scores})
+    if kind in _FOREIGN:
+        scores = arrays.to_room(op, "scores", scores)
     validate.check_dtype(op, "scores", scores, arrays.FLOATS)
     if len(scores.shape) < 1:
         validate.check_shape(op, "scores", scores, (None,), "[..., columns]")
     widths = validate.factor_widths(op, scores.shape[-1], factors)
-    k, name = validate.check_topk(op, k, math.prod(widths)), _backend(op, kind, backend)
+    k, name = validate.check_topk(op, k, math.prod(widths)), _backend(op, device, backend)
     if kind == "torch":
         from . import torch_bridge
 
@@ -74,7 +76,7 @@ def product_key_topk(scores: Any, k: int, *, factors: Any = None, backend: str |
         from .autograd import memory_ops
 
         return memory_ops.tape_product_key_topk(scores, k, widths, room)
-    array = arrays.to_numpy(op, "scores", scores)
+    array = arrays.to_room(op, "scores", scores)
     compute = np.dtype(np.float64 if array.dtype == np.float64 else np.float32)
     rows = arrays.to_float(array, compute).reshape(-1, array.shape[-1])
     values, slots = room.product_key_topk_forward(rows, widths, k)
@@ -114,18 +116,19 @@ def hash_slots(ids: Any, num_slots: int, k: int, *, seed: int = 0, backend: str 
     """
     op = "hash_slots"
     kind, given = arrays.kind_of(op, "ids", ids), ids
-    if kind == "dlpack":
-        ids = arrays.to_numpy(op, "ids", ids)
+    device = _device(op, kind, {"ids": ids})
+    if kind in _FOREIGN:
+        ids = arrays.to_room(op, "ids", ids)
     validate.check_dtype(op, "ids", ids, arrays.IDS)
     num_slots, seed = (validate.whole_number(op, name, n) for name, n in (("num_slots", num_slots), ("seed", seed)))
     if not 1 <= num_slots < 2**31:
         raise ValueRangeError(message(op, "num_slots", "1 to 2^31 - 1", str(num_slots), "pass the table's slots"))
-    k, name = validate.check_topk(op, k, num_slots, "lower k or raise num_slots"), _backend(op, kind, backend)
+    k, name = validate.check_topk(op, k, num_slots, "lower k or raise num_slots"), _backend(op, device, backend)
     if kind == "torch":
         from . import torch_bridge
 
         return torch_bridge.hash_slots(ids, num_slots, k, seed, name)
-    array = arrays.to_numpy(op, "ids", ids)
+    array = arrays.to_room(op, "ids", ids)
     flat = arrays.plain(array, np.int64).reshape(-1)
     slots = rooms.room(name, op).hash_slots_forward(flat, num_slots, k, seed)
     return arrays.like(given, kind, slots.reshape(*array.shape, k))
@@ -186,7 +189,7 @@ def sparse_delta_rule(
     check : bool
         Check slots and decays; False leaves out-of-range slots undefined.
     backend : str or None
-        The room: "cpu" (default), "reference".
+        The room: "cpu" (default), "reference"; "cuda" (default) for arrays on a GPU.
 
     Returns
     -------
@@ -213,12 +216,12 @@ def sparse_delta_rule(
     """
     op = "sparse_delta_rule"
     given = (values, write_slots, write_weights, log_decay, beta, read_slots, read_weights, initial_state, cu_seqlens)
-    kind, call, initial_state, cu_seqlens = _opened(op, given)
+    kind, device, call, initial_state, cu_seqlens = _opened(op, given)
     validate.check_delta(op, *call, initial_state, cu_seqlens, in_place=False)
     tau = validate.real_number(op, "restore_tau", restore_tau)
     options = DeltaOptions(rule, restore, tau, snapshot_dtype, arrays.dtype_name(initial_state))
     validate.check_options(op, options)
-    name = _backend(op, kind, backend)
+    name = _backend(op, device, backend)
     if len(call[3].shape) == 3:
         call = (*call[:3], call[3][..., None], *call[4:])
     if kind == "torch":
@@ -282,11 +285,11 @@ def sparse_delta_rule_(
     """
     op = "sparse_delta_rule_"
     given = (values, write_slots, write_weights, log_decay, beta, read_slots, read_weights, state, cu_seqlens)
-    kind, call, state, cu_seqlens = _opened(op, given)
+    kind, device, call, state, cu_seqlens = _opened(op, given)
     validate.check_delta(op, *call, state, cu_seqlens, in_place=True)
     options = DeltaOptions(rule=rule, state_dtype=arrays.dtype_name(state))
     validate.check_options(op, options)
-    name = _backend(op, kind, backend)
+    name = _backend(op, device, backend)
     if len(call[3].shape) == 3:
         call = (*call[:3], call[3][..., None], *call[4:])
     if kind == "torch":
@@ -299,15 +302,15 @@ def sparse_delta_rule_(
     room = rooms.room(name, op)
     check_writable(op, state)
     # an input that lies in the state would change under the kernel's hands
-    apart = [x.copy() if np.may_share_memory(x, state) else x for x in call]
+    apart = [x.copy() if arrays.module_of(x).may_share_memory(x, state) else x for x in call]
     inputs = _canonical(op, apart, state, cu_seqlens, check)
     readings = room.sparse_delta_update(inputs, arrays.state_bits(state), options)
     return arrays.like(given[0], kind, arrays.from_float(readings, call[0].dtype))
 
 
-def check_writable(op: str, table: np.ndarray) -> None:
+def check_writable(op: str, table: Any) -> None:
     """Raise ValueRangeError where a state cannot be written in place: read-only, or two cells at one address."""
-    if not table.flags.writeable:
+    if not getattr(table.flags, "writeable", True):  # CuPy has no read-only arrays
         raise ValueRangeError(message(op, "state", "a writable array", "a read-only one", "pass a copy"))
     if not table.size:
         return
@@ -325,43 +328,63 @@ def _state_name(op: str) -> str:
     return "state" if op.endswith("_") else "initial_state"
 
 
-def _opened(op: str, given: tuple) -> tuple[str, _Call, Any, Any]:
-    """Return a sparse delta call's kind, its seven arrays, state and cu_seqlens; foreign ones as NumPy views."""
+def _opened(op: str, given: tuple) -> tuple[str, str, _Call, Any, Any]:
+    """Return a sparse delta call's kind, device, seven arrays, state and cu_seqlens; foreign arrays as views."""
     named = dict(zip((*DeltaInputs._fields[:7], _state_name(op), "cu_seqlens"), given))
     if given[7] is None:
         letters = "[S, H, N, D]" if given[8] is not None else "[B, H, N, D]"
         fix = f"pass zeros of shape {letters}: they say how many slots N there are"
         raise DtypeError(message(op, _state_name(op), "an array", "None", fix))
-    kind = arrays.common_kind(op, {name: x for name, x in named.items() if name != "cu_seqlens" or x is not None})
-    if kind == "dlpack":
-        named = {name: x if x is None else arrays.to_numpy(op, name, x) for name, x in named.items()}
+    present = {name: x for name, x in named.items() if name != "cu_seqlens" or x is not None}
+    kind = arrays.common_kind(op, present)
+    device = _device(op, kind, present)
+    if kind in _FOREIGN:
+        named = {name: x if x is None else arrays.to_room(op, name, x) for name, x in named.items()}
     v, ws, ww, g, b, rs, rw, state, cu_seqlens = named.values()
-    return kind, (v, ws, ww, g, b, rs, rw), state, cu_seqlens
+    return kind, device, (v, ws, ww, g, b, rs, rw), state, cu_seqlens
 
 
-def _backend(op: str, kind: str, backend: str | None) -> str:
-    if kind == "cupy":
-        reason = rooms.backends()["cuda"]
-        raise DeviceError(message(op, "arrays", "arrays on the CPU", "CuPy arrays", reason))
+def _device(op: str, kind: str, named: dict[str, Any]) -> str:
+    """Return where a call's arrays lie; torch's bridge looks at the devices of tensors itself."""
+    if kind == "torch":
+        return str(next(iter(named.values())).device)
+    return arrays.common_device(op, named)
+
+
+def _backend(op: str, device: str, backend: str | None) -> str:
+    """Return the room of a call: the one asked for, which must serve the arrays' device, or the device's own."""
     if not isinstance(backend, (str, type(None))):
         raise BackendError(message(op, "backend", "a room's name or None", repr(backend), "see sdm_lite.backends()"))
-    return "cpu" if backend is None else backend
+    own = "cuda" if device.startswith("cuda") else "cpu"
+    if backend is None or backend == own:
+        return own
+    if "cuda" in (backend, own) and backend in rooms.backends():
+        rooms.room(backend, op)  # a room that is not ready says so first
+        expected, got = f"arrays that the {backend} room serves", f"arrays on {device}"
+        raise DeviceError(message(op, "backend", expected, got, f"move the arrays, or name {own!r} or None"))
+    return backend
+
+
+def host_backend(op: str, kind: str, backend: str | None) -> str:
+    """Return the room of a call that no cuda room serves."""
+    if kind in ("cupy", "cuda_array"):
+        fix = "copy them to the CPU: no cuda room serves this"
+        raise DeviceError(message(op, "arrays", "arrays on the CPU", "arrays on a GPU", fix))
+    return _backend(op, "cpu", backend)
 
 
 def _canonical(op: str, call: Sequence, state: Any, cu_seqlens: Any, check: bool) -> DeltaInputs:
     """Return the seven arrays as DeltaInputs (contiguous, int32 slots, floats in the compute dtype), checked."""
-    table = arrays.to_numpy(op, _state_name(op), state)
+    table = arrays.to_room(op, _state_name(op), state)
     compute = np.dtype(np.float64 if table.dtype == np.float64 else np.float32)
-    named = {name: arrays.to_numpy(op, name, x) for name, x in zip(DeltaInputs._fields, call)}
+    named = {name: arrays.to_room(op, name, x) for name, x in zip(DeltaInputs._fields, call)}
     ready = {
         name: arrays.to_slots(x) if name.endswith("slots") else arrays.to_float(x, compute) for name, x in named.items()
     }
     if cu_seqlens is not None:
-        cu_seqlens = arrays.plain(arrays.to_numpy(op, "cu_seqlens", cu_seqlens), np.int64)
-        validate.check_cu_seqlens(op, cu_seqlens, ready["values"].shape[1])
+        cu_seqlens = arrays.plain(arrays.to_room(op, "cu_seqlens", cu_seqlens), np.int64)
     inputs = DeltaInputs(**ready, cu_seqlens=cu_seqlens)
-    if check:
-        validate.check_delta_values(op, inputs, table.shape[-2])
+    validate.check_delta_values(op, inputs, table.shape[-2], check)
     return inputs
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import arrays, rooms, validate
 from .errors import DtypeError, ShapeError, SlotError, ValueRangeError, message
-from .ops import _backend
+from .ops import host_backend
 
 __all__ = ["embedding_bag", "embedding_bag_gradient", "idw_product_key_topk", "product_key_lookup"]
 
@@ -178,7 +178,7 @@ def embedding_bag(
     validate.check_shape(op, "values", values, (None, None), "[S, D]")
     _check_bag(op, slots, weights, "weights", tuple(slots.shape), "[..., k]")
     validate.check_dtype(op, "values", values, _TABLES)
-    name = _backend(op, kind, backend)
+    name = host_backend(op, kind, backend)
     if kind == "torch":
         from . import torch_product_keys
 
@@ -244,7 +244,7 @@ def embedding_bag_gradient(
     _check_bag(op, slots, weights, "weights", tuple(slots.shape), "[..., k]")
     validate.check_shape(op, "dreadings", dreadings, (*slots.shape[:-1], None), "[..., D]")
     flat = check_bag_slots(op, slots, num_slots)
-    room = rooms.room(_backend(op, kind, backend), op)
+    room = rooms.room(host_backend(op, kind, backend), op)
     upstream = arrays.plain(dreadings, None).reshape(len(flat), dreadings.shape[-1])
     return bag_rows(room, upstream, flat, arrays.to_float(weights, dreadings.dtype).reshape(flat.shape), num_slots)
 
@@ -295,7 +295,7 @@ def _opened_lookup(op: str, queries: Any, keys: Any, k: Any, backend: Any) -> tu
         expected, got = f"shape [..., H, 2h] = [..., {heads}, {2 * half}]", str(list(queries.shape))
         raise ShapeError(message(op, "queries", expected, got, "the sizes follow keys [H, 2, n, h]: change one"))
     k = validate.check_topk(op, k, sub_keys**2, "lower k or use more sub-keys")
-    return kind, queries, keys, k, _backend(op, kind, backend)
+    return kind, queries, keys, k, host_backend(op, kind, backend)
 
 
 def _check_bag(op: str, slots: Any, weights: Any, name: str, shape: tuple, letters: str) -> None:

@@ -188,8 +188,15 @@ def _overlaps(x: Tensor) -> bool:
 
 
 def _check_devices(op: str, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
-    for name, x in zip(names, tensors):
-        if x is not None and x.device.type != "cpu":
-            got = f"this tensor is on {x.device}"
-            fix = f"call .cpu(); the cuda room: {rooms.backends()['cuda']}"
-            raise DeviceError(message(op, name, "a tensor on the CPU", got, fix))
+    """Raise DeviceError unless all tensors lie on the CPU, or on one GPU that the cuda room serves."""
+    present = {name: x for name, x in zip(names, tensors) if x is not None}
+    away = next((x for x in present.values() if x.device.type != "cpu"), None)
+    if away is None:
+        return
+    if away.device.type == "cuda" and rooms.backends()["cuda"] == "ready":
+        wanted, fix = str(away.device), "move one of the two"
+    else:
+        wanted, fix = "cpu", f"call .cpu(); the cuda room: {rooms.backends()['cuda']}"
+    for name, x in present.items():
+        if str(x.device) != wanted:
+            raise DeviceError(message(op, name, f"a tensor on {wanted}", f"this tensor is on {x.device}", fix))

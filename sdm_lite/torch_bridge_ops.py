@@ -1,6 +1,6 @@
 """The operations as `torch.library.custom_op`s over the doors of a room; :mod:`sdm_lite.torch_bridge` calls them.
 
-An op gives torch four things: an implementation (tensors to NumPy views, a room's door, and back); a
+An op gives torch four things: an implementation (tensors to views as arrays, a room's door, and back); a
 fake kernel (shapes and dtypes without data, with which `torch.compile` and `torch.export` trace); a
 derivative, whose backward is an op of its own so that it is traced too; and the names of what it
 mutates. Schemas are written out, and each has a NamedTuple that gives its operands their names.
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.library import custom_op, get_ctx
 
 from . import rooms, validate
 from . import torch_bridge_arrays as convert
+from .arrays import module_of
 from .errors import SdmError, message
 from .rooms import DeltaOptions
 
@@ -46,15 +46,16 @@ def _no_second_derivative(op: str):
 @custom_op(
     "sdm_lite::product_key_topk",
     mutates_args=(),
-    device_types="cpu",
+    device_types=("cpu", "cuda"),
     schema="(Tensor scores, SymInt k, SymInt[] widths, str backend) -> (Tensor, Tensor)",
 )
+@convert.borrowed
 def product_key_topk(scores, k, widths, backend):
     """Return the k best slots of each row [..., k] and their sums, float32 or float64."""
     rows = convert.to_floats(scores, convert.compute_dtype(scores.dtype)).reshape(-1, scores.shape[-1])
     values, slots = rooms.room(backend, "product_key_topk").product_key_topk_forward(rows, tuple(widths), k)
     shape = (*scores.shape[:-1], k)
-    return torch.from_numpy(values).view(shape), torch.from_numpy(slots).view(shape)
+    return convert.from_room(values).view(shape), convert.from_room(slots).view(shape)
 
 
 @product_key_topk.register_fake
@@ -67,16 +68,17 @@ def _(scores, k, widths, backend):
 @custom_op(
     "sdm_lite::product_key_topk_backward",
     mutates_args=(),
-    device_types="cpu",
+    device_types=("cpu", "cuda"),
     schema="(Tensor dvalues, Tensor slots, SymInt[] widths, str backend) -> Tensor",
 )
+@convert.borrowed
 def product_key_topk_backward(dvalues, slots, widths, backend):
     """Return the gradient of the scores, in the dtype of `dvalues`."""
     k = slots.shape[-1]
     rows = convert.to_floats(dvalues, convert.compute_dtype(dvalues.dtype)).reshape(-1, k)
     room = rooms.room(backend, "product_key_topk")
     dscores = room.product_key_topk_backward(rows, convert.to_slots(slots).reshape(-1, k), tuple(widths))
-    return torch.from_numpy(dscores).to(dvalues.dtype).view(*slots.shape[:-1], sum(widths))
+    return convert.from_room(dscores).to(dvalues.dtype).view(*slots.shape[:-1], sum(widths))
 
 
 @product_key_topk_backward.register_fake
@@ -106,14 +108,15 @@ product_key_topk_backward.register_autograd(_no_second_derivative("product_key_t
 @custom_op(
     "sdm_lite::hash_slots",
     mutates_args=(),
-    device_types="cpu",
+    device_types=("cpu", "cuda"),
     schema="(Tensor ids, SymInt num_slots, SymInt k, int seed, str backend) -> Tensor",
 )
+@convert.borrowed
 def hash_slots(ids, num_slots, k, seed, backend):
     """Return k slots per id, [..., k]."""
     flat = convert.to_int64(ids).reshape(-1)
     slots = rooms.room(backend, "hash_slots").hash_slots_forward(flat, num_slots, k, seed)
-    return torch.from_numpy(slots).view(*ids.shape, k)
+    return convert.from_room(slots).view(*ids.shape, k)
 
 
 @hash_slots.register_fake
@@ -153,10 +156,11 @@ _DIFFERENTIABLE = (0, 2, 3, 4, 6, 8)
 @custom_op(
     "sdm_lite::sparse_delta_rule",
     mutates_args=(),
-    device_types="cpu",
+    device_types=("cpu", "cuda"),
     schema=f"({_CALL}, Tensor? cu_seqlens, Tensor initial_state, {_OPTIONS}, bool check, bool final, bool save)"
     " -> Tensor[]",
 )
+@convert.borrowed
 def sparse_delta_rule(*operands):
     """Return the readings; where `final`, the final state; where `save`, the tensors that the backward needs."""
     x = _Delta(*operands)
@@ -165,7 +169,7 @@ def sparse_delta_rule(*operands):
     readings, state, saved = rooms.room(x.backend, "sparse_delta_rule").sparse_delta_forward(
         inputs, convert.to_bits(x.initial_state), _options(dtype, *operands[10:14]), save=x.save, final=x.final
     )
-    outputs = [torch.from_numpy(readings).to(x.values.dtype)]
+    outputs = [convert.from_room(readings).to(x.values.dtype)]
     if x.final:
         outputs.append(convert.from_bits(state, dtype))
     return outputs + convert.pack_saved(saved) if x.save else outputs
@@ -208,10 +212,11 @@ class _DeltaBackward(NamedTuple):
 @custom_op(
     "sdm_lite::sparse_delta_rule_backward",
     mutates_args=(),
-    device_types="cpu",
+    device_types=("cpu", "cuda"),
     schema=f"({_CALL}, Tensor? cu_seqlens, Tensor[] saved, Tensor dreadings, Tensor? dfinal, SymInt[] state_shape,"
     f" ScalarType state_dtype, {_OPTIONS}, bool[] wanted) -> Tensor[]",
 )
+@convert.borrowed
 def sparse_delta_rule_backward(*operands):
     """Return those of DeltaGradients that are wanted, each in the dtype of its input."""
     x = _DeltaBackward(*operands)
@@ -226,7 +231,7 @@ def sparse_delta_rule_backward(*operands):
     )
     dtypes = [like.dtype for like in (x.values, x.write_weights, x.log_decay, x.beta, x.read_weights)]
     named = zip(gradients, [*dtypes, x.state_dtype], x.wanted, strict=True)
-    return [torch.from_numpy(gradient).to(dtype) for gradient, dtype, want in named if want]
+    return [convert.from_room(gradient).to(dtype) for gradient, dtype, want in named if want]
 
 
 @sparse_delta_rule_backward.register_fake
@@ -284,19 +289,21 @@ class _DeltaUpdate(NamedTuple):
 @custom_op(
     "sdm_lite::sparse_delta_rule_",
     mutates_args={"state"},
-    device_types="cpu",
+    device_types=("cpu", "cuda"),
     schema=f"({_CALL}, Tensor? cu_seqlens, Tensor(a!) state, str backend, str rule, bool check) -> Tensor",
 )
+@convert.borrowed
 def sparse_delta_rule_(*operands):
     """Update `state` in place and return the readings."""
     x = _DeltaUpdate(*operands)
     inputs = _checked("sparse_delta_rule_", operands[:7], x.cu_seqlens, x.state, x.check)
     table = convert.to_bits(x.state)
     # an input that lies in the state would change under the kernel's hands
-    shared = {name: a.copy() for name, a in inputs._asdict().items() if a is not None and np.may_share_memory(a, table)}
+    may_share = module_of(table).may_share_memory
+    shared = {name: a.copy() for name, a in inputs._asdict().items() if a is not None and may_share(a, table)}
     room, options = rooms.room(x.backend, "sparse_delta_rule_"), _options(x.state.dtype, x.rule)
     readings = room.sparse_delta_update(inputs._replace(**shared), table, options)
-    return torch.from_numpy(readings).to(x.values.dtype)
+    return convert.from_room(readings).to(x.values.dtype)
 
 
 @sparse_delta_rule_.register_fake
@@ -308,10 +315,7 @@ def _(*operands):
 def _checked(op: str, call: tuple, cu_seqlens: Tensor | None, state: Tensor, check: bool) -> rooms.DeltaInputs:
     """Return the call in canonical form, its values checked."""
     inputs = convert.to_inputs(call, cu_seqlens, convert.compute_dtype(state.dtype))
-    if inputs.cu_seqlens is not None:  # always: a wrong one would send a room out of bounds
-        validate.check_cu_seqlens(op, inputs.cu_seqlens, inputs.values.shape[1])
-    if check:
-        validate.check_delta_values(op, inputs, state.shape[-2])
+    validate.check_delta_values(op, inputs, state.shape[-2], check)
     return inputs
 
 

@@ -16,7 +16,18 @@ import numpy as np
 #: relative to the largest reading: a sum of 16 float32 products over 48 tokens rounds to about 1e-6
 PARITY = 1e-5
 
-_PACKAGES = ("sdm-lite", "numpy", "numba", "torch", "cupy", "rich", "matplotlib", "safetensors")
+_PACKAGES = (
+    "sdm-lite",
+    "numpy",
+    "numba",
+    "torch",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "numba-cuda",
+    "rich",
+    "matplotlib",
+    "safetensors",
+)
 
 
 def run(say: Callable[[str], Any]) -> int:

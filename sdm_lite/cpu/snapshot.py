@@ -47,7 +47,7 @@ def encode(row, begin, end, storage, code):
     largest = np.float32(0.0)
     for c in range(begin, end):
         size = abs(np.float32(row[c]))
-        if not size <= largest:  # also takes a NaN, and keeps it
+        if size > largest or size != size:  # nothing is greater than a NaN: it stays
             largest = size
     limit = np.float32(_FP8_MAX if storage == FP8 else _INT4_MAX)
     scale = largest / limit

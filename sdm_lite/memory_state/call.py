@@ -30,7 +30,7 @@ class _Shape(NamedTuple):
 def run(state: MemoryState, op: str, given: tuple, *, one_token: bool) -> Any:
     """Return the readings of `step` or `extend` in the caller's kind."""
     kind = arrays.common_kind(op, dict(zip(DeltaInputs._fields, given)))
-    ops._backend(op, kind, None)  # refuses a device that no room serves
+    ops.host_backend(op, kind, None)  # refuses a device that no room serves
     if kind == "tape":
         raise DtypeError(message(op, "arrays", "NumPy arrays or tensors", "a tape Tensor", "pass .data"))
     if kind == "torch":

@@ -64,7 +64,7 @@ class Initial:
 
     def _open_array(self, op: str, initial: Any, dtype: Any) -> None:
         self.kind = arrays.kind_of(op, "initial", initial)
-        ops._backend(op, self.kind, None)  # refuses a device that no room serves
+        ops.host_backend(op, self.kind, None)  # refuses a device that no room serves
         if self.kind == "tape":
             raise DtypeError(message(op, "initial", "a NumPy array or a tensor", "a tape Tensor", "pass .data"))
         validate.check_dtype(op, "initial", initial, arrays.FLOATS)

@@ -1,0 +1,1 @@
+"""CUDA kernels on the CPU, for tests: see README.md."""
