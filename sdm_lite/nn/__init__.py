@@ -13,11 +13,13 @@ from .accounting import flops_per_token, parameter_counts, state_elements
 from .attention import FullAttention, SlidingWindowAttention
 from .gated_delta_net import GatedDeltaNet, gated_delta_rule
 from .generate import generate, stream_tokens
-from .groups import hidden_matrices, parameter_groups
+from .groups import clip_gradients, hidden_matrices, parameter_groups, value_tables
 from .hybrid_lm import SMALL_MODEL_OPTIONS, HybridLM, HybridState
+from .product_key_memory import ProductKeyMemory
 from .short_conv import GatedShortConv, ShortConv
 from .sparse_delta_memory import SparseDeltaMemory
 from .state import MixerState
+from .usage import SlotUsage, UsageReport
 
 __all__ = [
     "SMALL_MODEL_OPTIONS",
@@ -27,9 +29,13 @@ __all__ = [
     "HybridLM",
     "HybridState",
     "MixerState",
+    "ProductKeyMemory",
     "ShortConv",
     "SlidingWindowAttention",
+    "SlotUsage",
     "SparseDeltaMemory",
+    "UsageReport",
+    "clip_gradients",
     "flops_per_token",
     "gated_delta_rule",
     "generate",
@@ -38,4 +44,5 @@ __all__ = [
     "parameter_groups",
     "state_elements",
     "stream_tokens",
+    "value_tables",
 ]

@@ -16,6 +16,7 @@ from .blocks import Block, NgramEmbedding
 from .gated_delta_net import GatedDeltaNet
 from .gates import choose
 from .generate import generate
+from .memory_layers import MEMORIES, layers_with, memories_of
 from .short_conv import GatedShortConv
 from .sparse_delta_memory import SparseDeltaMemory
 from .state import MixerState
@@ -93,8 +94,9 @@ class HybridLM(nn.Module):
         Rows for each of the hashed 2-, 3- and 4-gram embeddings; 0: none.
     hash_ids : {"position", "token", "previous"}
         What "hash" addressing hashes; "previous": the previous token for writes and the token for reads.
-    memory : sequence
-        Must be empty in this release.
+    memory : sequence of "fwpkm@LAYERS" and "pkm@LAYERS"
+        Layers, counted from 1, that have an :class:`FwPKM` before the token mixer, or a :class:`ProductKeyMemory` in
+        the MLP's place: ("fwpkm@1,3", "pkm@2"). `options` has their arguments, {"fwpkm": {"sub_keys": 32}}.
 
     Raises
     ------
@@ -139,13 +141,16 @@ class HybridLM(nn.Module):
         self.config: dict[str, Any] = {name: given[name] for name in given if name not in ("self", "__class__")}
         self.config["layers"] = kinds = layer_kinds(num_layers, mixer, mixer_every, layers)
         self.config["options"] = {kind: dict(extra) for kind, extra in (options or {}).items()}
-        self.config["memory"] = list(memory)
+        self.config["memory"] = [memory] if isinstance(memory, str) else list(memory)
         self._check()
         self.hash_ids = hash_ids
         hidden = 2 * dim if mlp_hidden is None else mlp_hidden
         self.embedding = nn.Embedding(vocab_size, dim)
         self.ngrams = NgramEmbedding(ngram_buckets, dim) if ngram_buckets else None
-        self.blocks = nn.ModuleList(Block(dim, kind, self._mixer(kind), hidden) for kind in kinds)
+        memories = memories_of(dim, self.config["memory"], self.config["options"], num_layers)
+        self.blocks = nn.ModuleList(
+            Block(dim, kind, self._mixer(kind), hidden, extra) for kind, extra in zip(kinds, memories)
+        )
         self.norm = nn.RMSNorm(dim, eps=1e-6)
         self.head = None if tie_embeddings else nn.Linear(dim, vocab_size, bias=False)
         nn.init.constant_(self.norm.weight, head_gain)
@@ -161,10 +166,8 @@ class HybridLM(nn.Module):
         config, op = self.config, "HybridLM"
         choose(op, "hash_ids", config["hash_ids"], HASH_IDS)
         for kind in config["options"]:
-            choose(op, "options", kind, KINDS)
-        if config["memory"]:
-            got, fix = str(config["memory"]), "leave memory empty"
-            raise ValueRangeError(message(op, "memory", "no memory layers in this release", got, fix))
+            choose(op, "options", kind, (*KINDS, *MEMORIES))
+        layers_with(op, config["memory"], config["num_layers"])
         if config["zero_head"] and config["tie_embeddings"]:
             got = "zero_head=True with tie_embeddings=True"
             raise ValueRangeError(message(op, "zero_head", "an untied head", got, "set tie_embeddings=False"))
@@ -195,6 +198,7 @@ class HybridLM(nn.Module):
         *,
         return_state: bool | None = None,
         inplace: bool = False,
+        update: bool = True,
     ) -> Any:
         """Return logits [B, T, vocab_size], or (logits, state) if a state was passed or asked for.
 
@@ -207,17 +211,25 @@ class HybridLM(nn.Module):
             None: if a state was passed.
         inplace : bool
             Update the passed state's memories in place instead of copying them; no gradients.
+        update : bool
+            Whether fast-weight memories write; False: they are read only.
 
         Raises
         ------
         DtypeError, ShapeError
         """
         hand_back = state is not None if return_state is None else return_state
-        x, after = self.features(ids, state, return_state=hand_back, inplace=inplace)
+        x, after = self.features(ids, state, return_state=hand_back, inplace=inplace, update=update)
         return (self.logits(x), after) if hand_back else self.logits(x)
 
     def features(
-        self, ids: Tensor, state: HybridState | None = None, *, return_state: bool = False, inplace: bool = False
+        self,
+        ids: Tensor,
+        state: HybridState | None = None,
+        *,
+        return_state: bool = False,
+        inplace: bool = False,
+        update: bool = True,
     ) -> tuple[Tensor, HybridState | None]:
         """Return (the vectors [B, T, dim] that the head sees, the state or None), as :meth:`forward`.
 
@@ -236,7 +248,7 @@ class HybridLM(nn.Module):
         after = []
         for index, block in enumerate(self.blocks):
             before = state.layers[index] if state.layers else None
-            x, one = block(x, before, hash_ids, return_state, inplace)
+            x, one = block(x, before, hash_ids, return_state, inplace, update)
             after.append(one)
         x = self.norm(x)
         return x, HybridState(after, torch.cat([recent, ids], dim=1)[:, -3:]) if return_state else None

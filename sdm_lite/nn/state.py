@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -24,6 +25,8 @@ class MixerState:
         Last inputs of each short convolution.
     keys, values : Tensor [B, num_kv_heads, tokens, head_dim] or None
         An attention layer's cache: all tokens, or the last window - 1.
+    fast : FwPKMState or None
+        Of the fast-weight memory before the mixer, which no call modifies.
     """
 
     position: int = 0
@@ -31,19 +34,23 @@ class MixerState:
     taps: dict[str, Tensor] = field(default_factory=dict)
     keys: Tensor | None = None
     values: Tensor | None = None
+    fast: Any = None
 
     def advanced(self, tokens: int, memory: Tensor | None, taps: dict[str, Tensor]) -> MixerState:
         """Return the state of a recurrent layer `tokens` later; the taps are copied, as they are views of a batch."""
         return MixerState(self.position + tokens, memory, {name: last.clone() for name, last in taps.items()})
 
     def map(self, f: Callable[[Tensor], Tensor]) -> MixerState:
-        """Return a new state with `f` applied to every tensor, for instance ``torch.Tensor.detach`` or ``clone``."""
+        """Return a new state with `f` applied to every tensor, for instance ``torch.Tensor.detach`` or ``clone``.
+
+        `fast`, which has no graph and is never modified, stays as it is.
+        """
 
         def maybe(x: Tensor | None) -> Tensor | None:
             return None if x is None else f(x)
 
         taps = {name: f(last) for name, last in self.taps.items()}
-        return MixerState(self.position, maybe(self.memory), taps, maybe(self.keys), maybe(self.values))
+        return MixerState(self.position, maybe(self.memory), taps, maybe(self.keys), maybe(self.values), self.fast)
 
 
 def wants_state(
