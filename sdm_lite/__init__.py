@@ -11,7 +11,10 @@ and updated by the gated delta rule. The ops take and give NumPy arrays, torch t
 """
 
 from .errors import BackendError, DeviceError, DtypeError, SdmError, ShapeError, SlotError, ValueRangeError
+from .fast_weights import fwpkm
+from .fwpkm_state import FwPKMState
 from .ops import hash_slots, product_key_topk, sparse_delta_rule, sparse_delta_rule_
+from .product_key_memory import embedding_bag, embedding_bag_gradient, idw_product_key_topk, product_key_lookup
 from .rooms import backends
 
 __version__ = "0.1.0"
@@ -20,12 +23,18 @@ __all__ = [
     "BackendError",
     "DeviceError",
     "DtypeError",
+    "FwPKMState",
     "SdmError",
     "ShapeError",
     "SlotError",
     "ValueRangeError",
     "backends",
+    "embedding_bag",
+    "embedding_bag_gradient",
+    "fwpkm",
     "hash_slots",
+    "idw_product_key_topk",
+    "product_key_lookup",
     "product_key_topk",
     "sparse_delta_rule",
     "sparse_delta_rule_",

@@ -15,6 +15,14 @@ Doors (the same names, parameters and defaults in every room; a test compares th
     sparse_delta_update(inputs, state, options) -> readings                state [S, H, N, D] in place
     sparse_delta_backward(inputs, options, saved, dreadings, dfinal, state_shape) -> DeltaGradients
         dfinal is None where the final state has no gradient; state_shape is None where none is wanted for the state
+    idw_product_key_topk_forward(queries [n, H, 2h], keys [H, 2, m, h], k, epsilon) -> Lookup
+    distances_backward(ddistances [n, H, 2, c], queries, keys, columns) -> dqueries, dkeys
+    key_step_forward(rates [n, H, 2, c], queries, keys, columns) -> keys after the step
+    key_step_backward(dkeys, rates, queries, keys, columns) -> drates, dqueries, dkeys before the step
+    embedding_bag_forward(values [S, D], slots [n, K], weights [n, K]) -> readings [n, D]
+    embedding_bag_backward(dreadings [n, D], slots, weights, num_slots) -> dvalues [num_slots, D]
+    embedding_bag_weights_backward(dreadings, values, slots) -> dweights [n, K]
+    number_slots(slots [n, K], num_slots) -> the distinct slots [U] int32, ascending, and each slot's place there
 """
 
 from __future__ import annotations
@@ -57,6 +65,19 @@ class DeltaGradients(NamedTuple):
     beta: Any
     read_weights: Any
     initial_state: Any
+
+
+class Lookup(NamedTuple):
+    """What a retrieval by distance found for n tokens (docs/fwpkm.md); floats in the compute dtype.
+
+    `columns` are the c = min(k, m) nearest sub-keys of each half, ascending, and `distances` their
+    epsilon + |q - K|^2; the slots are made of these columns alone.
+    """
+
+    weights: Any  # [n, H, k], summing to 1 over a token's H k slots
+    slots: Any  # [n, H, k] int32, ascending
+    columns: Any  # [n, H, 2, c] int32
+    distances: Any  # [n, H, 2, c]
 
 
 @dataclass(frozen=True)

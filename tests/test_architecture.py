@@ -20,6 +20,14 @@ DOORS = (
     "sparse_delta_forward",
     "sparse_delta_update",
     "sparse_delta_backward",
+    "idw_product_key_topk_forward",
+    "distances_backward",
+    "key_step_forward",
+    "key_step_backward",
+    "embedding_bag_forward",
+    "embedding_bag_backward",
+    "embedding_bag_weights_backward",
+    "number_slots",
 )
 
 

@@ -52,7 +52,7 @@ def product_key_topk_forward(scores: np.ndarray, widths: Sequence[int], k: int) 
     """
     scores = np.ascontiguousarray(scores)
     values, slots = np.empty((len(scores), k), scores.dtype), np.empty((len(scores), k), np.int32)
-    width_array, pairs, starts = _stages(tuple(widths), k)
+    width_array, pairs, starts = stages(tuple(widths), k)
     integer = np.dtype(f"i{scores.itemsize}").type
     lowest = np.iinfo(integer).min
     minus_infinity = lowest - int(np.array(-np.inf, scores.dtype).view(integer))
@@ -136,7 +136,7 @@ def _over_rows(count: int, rows: Callable[[int, int], None]) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _stages(widths: tuple[int, ...], k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def stages(widths: tuple[int, ...], k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return widths as an array, the staircases of all combinations, and where each starts.
 
     Factor f joins the list of all before it by the rank pairs (i, j) with (i + 1) (j + 1) <= k; they are

@@ -1,0 +1,385 @@
+"""`FwPKMState`: the fast weights of a stream and its open chunk, to be forked, rolled back and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import arrays, fwpkm_files, rooms, validate
+from .errors import ShapeError, ValueRangeError, message
+from .fast_weights import after_call, check_options
+from .fwpkm_stream import StreamCall, StreamOptions, pairs_of, segments, stream_forward
+from .product_key_memory import check_keys
+from .row_table import RowTable
+
+
+class Lane:
+    """One memory and the sequences that share it. Its arrays are replaced, never written, so copies are cheap."""
+
+    def __init__(self, keys: np.ndarray, table: RowTable):
+        self.keys, self.table = keys, table
+        self.pieces: list[StreamCall] = []  # the past: carried tokens, then the open chunk's, cut as they came
+        self.carried = 0  # of the past, tokens of the chunk before
+        self.filled = 0  # and tokens of the open chunk
+        self.position = 0  # tokens that entered the stream
+
+    def fork(self) -> Lane:
+        """Return a lane with the same weights and past."""
+        other = Lane(self.keys, self.table.fork())
+        other.pieces, other.carried = list(self.pieces), self.carried
+        other.filled, other.position = self.filled, self.position
+        return other
+
+    def batch(self) -> int | None:
+        """Return the number of sequences that the past holds, None where there is no past."""
+        return len(self.pieces[0].mask) if self.pieces else None
+
+    def call(
+        self, floats: list, mask: np.ndarray, options: StreamOptions, update: bool, concatenate: Callable[[list], Any]
+    ) -> tuple[StreamCall, StreamOptions]:
+        """Return the past and new tokens as one call, and its options.
+
+        Where no chunk is completed the past is not needed: the new tokens are only read.
+        """
+        writes = update and self.filled + mask.shape[1] >= options.chunk
+        options = StreamOptions(**{**vars(options), "update": writes})
+        if not writes or not self.pieces:
+            return StreamCall(*floats, mask, 0, 0), options
+        past = [np.concatenate([piece[i] for piece in self.pieces], axis=1) for i in range(4)]
+        joined = [concatenate([old, new]) for old, new in zip(past, floats)]
+        whole = np.concatenate([past[3], mask], axis=1)
+        return StreamCall(*joined, whole, self.carried, self.carried + self.filled), options
+
+    def commit(self, call: StreamCall, keys: np.ndarray, slots: np.ndarray, rows: np.ndarray, options) -> None:
+        """Take over what a call leaves: weights, and the tokens that later writes need."""
+        tokens, new = call.mask.shape[1], call.mask.shape[1] - call.fresh
+        self.position += new
+        if self.filled + new < options.chunk:
+            self.filled += new
+            self.pieces = [*self.pieces, _tail(call, call.fresh, tokens)] if new else self.pieces
+            return
+        self.keys = keys
+        if len(slots):
+            self.table.put(slots, rows)
+            self.table = self.table.settle()
+        # without a past the call starts at the open chunk
+        start = call.carried + (tokens - call.carried) // options.chunk * options.chunk
+        self._close(call, start, tokens, options)
+
+    def _close(self, call: StreamCall, start: int, tokens: int, options: StreamOptions) -> None:
+        """Keep the tokens from `start` on as the open chunk's, and before them what pairs "carry" will read again."""
+        self.carried = min(options.lookahead, start) if options.pairs == "carry" else 0
+        self.filled = tokens - start
+        self.pieces = [_tail(call, start - self.carried, tokens)] if self.carried + self.filled else []
+
+    def flush(self, options: StreamOptions, room: Any) -> None:
+        """Write the open chunk as it is and begin another; without a valid pair nothing is written."""
+        if not self.filled:
+            return
+        past = [np.concatenate([piece[i] for piece in self.pieces], axis=1) for i in range(4)]
+        call = StreamCall(*past, self.carried, self.carried)
+        short = StreamOptions(**{**vars(options), "chunk": self.filled, "update": True})
+        (segment,) = segments(call, short)
+        if len(pairs_of(segment, call.mask, short).source):
+            _, self.keys, table, _ = stream_forward(call, self.keys, self.table, short, room)
+            self.table.put(*table.owned())
+            self.table = self.table.settle()
+        self._close(call, call.mask.shape[1], call.mask.shape[1], options)
+
+
+def _tail(call: StreamCall, start: int, stop: int) -> StreamCall:
+    """Return copies of some of a call's tokens: the caller may go on to change its arrays."""
+    return StreamCall(*(np.array(x[:, start:stop]) for x in call[:4]), 0, 0)
+
+
+class StateBytes(NamedTuple):
+    """Bytes of a state: those of the start, shared with forks, and those that are its own."""
+
+    shared: int
+    owned: int
+
+
+class FwPKMState:
+    """Fast weights, float32 at rest, and the open chunk of a stream (docs/fwpkm.md).
+
+    The start is copied once; after that rows are copied when they are written, so forks and sequences share the rest.
+
+    Parameters
+    ----------
+    keys : array [H, 2, n, h], float32 or float64
+    values : array [n * n, D], dtype of `keys`
+        Arrays that require a gradient get one from the first call after.
+    per_sequence : bool
+        False: one memory for all sequences of a batch, which all its writes sum over. True: one per sequence, started
+        when the first call says how many there are; results do not depend on batch mates.
+
+    Raises
+    ------
+    ShapeError, DtypeError, ValueRangeError, DeviceError
+        Naming the argument, what was expected, what came, and the fix.
+
+    Examples
+    --------
+    >>> state = FwPKMState(np.zeros((1, 2, 4, 3), np.float32), np.ones((16, 5), np.float32))
+    >>> mark = state.mark()
+    >>> x = np.ones((2, 3, 1, 6), np.float32), np.ones((2, 3, 5), np.float32), np.ones((2, 3), np.float32)
+    >>> state.extend(*x, chunk=4).shape, state.position
+    ((2, 3, 5), 3)
+    >>> state.rollback(mark)
+    >>> state.position
+    0
+    """
+
+    def __init__(self, keys: Any, values: Any, *, per_sequence: bool = False):
+        op = "FwPKMState"
+        kind = arrays.common_kind(op, {"keys": keys, "values": values})
+        check_keys(op, keys)
+        slots = keys.shape[2] ** 2
+        validate.check_shape(op, "values", values, (slots, None), "[n * n, D]", "n follows the keys")
+        validate.check_dtype(op, "keys", keys, ("float32", "float64"))
+        validate.check_dtype(op, "values", values, (arrays.dtype_name(keys),))
+        self.per_sequence, self._kind = bool(per_sequence), kind
+        self.leaves: Any = None  # the arrays of the start, where the next call may send gradients to them
+        if kind == "torch":
+            from . import torch_product_keys
+
+            own_keys, own_values, self.leaves = torch_product_keys.own_arrays(keys, values)
+        else:
+            own_keys, own_values = (
+                np.array(arrays.to_numpy(op, n, x)) for n, x in (("keys", keys), ("values", values))
+            )
+            if kind == "tape" and any(getattr(x, "requires_grad", False) for x in (keys, values)):
+                self.leaves = keys, values
+        self._start = Lane(np.ascontiguousarray(own_keys), RowTable(np.ascontiguousarray(own_values)))
+        self._lanes: list[Lane] | None = None if per_sequence else [self._start.fork()]
+        self._options: StreamOptions | None = None  # of the last call that entered the stream
+        self._marks: dict[int, FwPKMState] = {}
+        self._next_mark = 0
+
+    # ---- what it holds ----------------------------------------------------------------------------------------------
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of keys and values, and of all arithmetic."""
+        return self._start.keys.dtype
+
+    @property
+    def keys(self) -> Any:
+        """A copy of the keys, [H, 2, n, h], or [B, H, 2, n, h] per sequence; in the kind of array it was made from."""
+        return self._shown([lane.keys for lane in self._known()])
+
+    @property
+    def values(self) -> Any:
+        """A copy of the values, [n * n, D], or [B, n * n, D] per sequence."""
+        return self._shown([lane.table.dense() for lane in self._known()])
+
+    @property
+    def position(self) -> Any:
+        """The tokens that entered the stream, an int; a tuple of them per sequence."""
+        found = tuple(lane.position for lane in self._known())
+        return found if self.per_sequence else found[0]
+
+    def nbytes(self) -> StateBytes:
+        """Return the bytes of the start, and those that this state owns beside it."""
+        start = self._start
+        shared = start.keys.nbytes + start.table.base.nbytes
+        owned = 0
+        for lane in self._known():
+            owned += lane.table.nbytes() + (0 if lane.keys is start.keys else lane.keys.nbytes)
+            owned += sum(x.nbytes for piece in lane.pieces for x in piece[:4])
+        return StateBytes(shared, owned)
+
+    def lane_shapes(self) -> tuple[tuple[int, ...], tuple[int, int]]:
+        """Return the shapes of one memory's keys and values."""
+        return self._start.keys.shape, self._start.table.shape
+
+    def _known(self) -> list[Lane]:
+        return [] if self._lanes is None else self._lanes
+
+    def _shown(self, found: list[np.ndarray]) -> Any:
+        shape = found[0].shape if found else ()
+        array = (
+            np.stack(found) if self.per_sequence and found else np.empty((0, *shape)) if not found else found[0].copy()
+        )
+        if self._kind == "torch":
+            from . import torch_product_keys
+
+            return torch_product_keys.to_tensor(array)
+        return array
+
+    # ---- going on ---------------------------------------------------------------------------------------------------
+
+    def extend(
+        self,
+        queries: Any,
+        values: Any,
+        gates: Any,
+        *,
+        k: int = 8,
+        chunk: int = 512,
+        lookahead: int = 1,
+        pairs: str = "drop",
+        scale: str = "norm",
+        value_rate: float = 1.0,
+        key_rate: float = 1.0,
+        epsilon: float = 1e-3,
+        update: bool = True,
+        mask: Any = None,
+        detach_every: int | None = None,
+        backend: str | None = None,
+    ) -> Any:
+        """Return the retrieved values [B, T, D] of :func:`sdm_lite.fwpkm` and bring this state to the stream's end.
+
+        Gradients work as there: the backward needs nothing that a later call writes.
+        """
+        op = "FwPKMState.extend"
+        options = check_options(op, k, chunk, lookahead, pairs, scale, value_rate, key_rate, epsilon, detach_every)
+        return after_call(op, (queries, values, gates), self, options, bool(update), mask, backend)
+
+    def step(self, queries: Any, values: Any, gates: Any, **options: Any) -> Any:
+        """Return the retrieved values [B, D] of one token, as `extend`: queries [B, H, 2h], values [B, D], gates [B]."""
+        for name, x, rank in (("queries", queries, 3), ("values", values, 2), ("gates", gates, 1)):
+            if len(x.shape) != rank:
+                got = str(list(x.shape))
+                raise ShapeError(
+                    message("FwPKMState.step", name, f"{rank} axes, without T", got, "drop the token axis")
+                )
+        if options.get("mask") is not None:
+            options["mask"] = options["mask"][:, None]
+        return self.extend(queries[:, None], values[:, None], gates[:, None], **options)[:, 0]
+
+    def lanes_for(self, op: str, batch: int, options: StreamOptions, update: bool) -> list[Lane]:
+        """Return the memories that a call of `batch` sequences runs on, or raise where it does not go on the stream."""
+        lanes = self._lanes
+        if lanes is None:
+            lanes = [self._start.fork() for _ in range(batch)]
+        if not update:
+            return lanes
+        held = len(lanes) if self.per_sequence else lanes[0].batch()
+        if held is not None and held != batch:
+            fix = "call with the same batch, reorder() the state, or flush() and reset() it"
+            raise ShapeError(message(op, "values", f"B = {held}, the sequences of this state", str(batch), fix))
+        if any(lane.pieces for lane in lanes) and self._options is not None:
+            for name in ("chunk", "lookahead", "pairs"):
+                before, now = getattr(self._options, name), getattr(options, name)
+                if before != now:
+                    expected = f"{before!r} until the open chunk is written"
+                    raise ValueRangeError(message(op, name, expected, repr(now), "keep it, or flush() first"))
+        return lanes
+
+    def commit(self, lanes: list[Lane], ends: Sequence[tuple], options: StreamOptions) -> None:
+        """Bring the memories to the end of a call whose every part went well."""
+        for lane, end in zip(lanes, ends, strict=True):
+            lane.commit(*end, options)
+        self._lanes, self._options, self.leaves = lanes, options, None
+
+    def flush(self, *, backend: str = "cpu") -> None:
+        """Write the open chunk as it is, with the options of the last call, and begin a new one at the next token.
+
+        Without a valid pair of tokens in it nothing is written.
+        """
+        room = rooms.room(backend, "FwPKMState.flush")
+        for lane in self._known():
+            lane.flush(self._options or StreamOptions(), room)
+
+    # ---- copies, order, marks ---------------------------------------------------------------------------------------
+
+    def fork(self, indices: Sequence[int] | None = None) -> FwPKMState:
+        """Return a state that goes on from here by itself, with the sequences `indices` (any of them, in any order).
+
+        Rows are shared until one of the two writes them. The fork has no marks.
+        """
+        other = object.__new__(FwPKMState)
+        other.__dict__.update(self.__dict__)
+        other._marks, other._next_mark = {}, 0
+        other._lanes = None if self._lanes is None else [lane.fork() for lane in self._picked(indices, "fork")]
+        return other
+
+    def reorder(self, indices: Sequence[int]) -> None:
+        """Replace the sequences by those at `indices`, in place, as beam search does."""
+        self._lanes = [lane.fork() for lane in self._picked(indices, "reorder")]
+
+    def reset(self, index: int | None = None) -> None:
+        """Bring one sequence's memory, or all of them, back to the start, with an empty chunk."""
+        if index is None:
+            self._lanes = None if self.per_sequence else [self._start.fork()]
+            return
+        self._per_sequence("reset", "a sequence by its index")
+        self._lanes[self._index("reset", index)] = self._start.fork()
+
+    def append(self, n: int = 1) -> None:
+        """Add n sequences at the start (per sequence only)."""
+        self._per_sequence("append", "sequences")
+        self._lanes = [*self._known(), *(self._start.fork() for _ in range(n))]
+
+    def evict(self, indices: Sequence[int]) -> None:
+        """Drop the sequences at `indices` (per sequence only)."""
+        self._per_sequence("evict", "sequences")
+        gone = {self._index("evict", i) for i in indices}
+        self._lanes = [lane for i, lane in enumerate(self._known()) if i not in gone]
+
+    def mark(self) -> int:
+        """Return a mark of this moment, for `rollback`; it costs the rows written from here on."""
+        self._marks[self._next_mark] = self.fork()
+        self._next_mark += 1
+        return self._next_mark - 1
+
+    def rollback(self, mark: int) -> None:
+        """Go back to a mark, which stays; later marks become stale. Raises ValueRangeError for a stale one."""
+        then = self._marked("rollback", mark)
+        marks = {number: state for number, state in self._marks.items() if number <= mark}
+        again, upcoming = then.fork(), self._next_mark
+        self.__dict__.update(again.__dict__)
+        self._marks, self._next_mark = marks, upcoming
+
+    def release(self, mark: int) -> None:
+        """Forget a mark. Raises ValueRangeError for a stale one."""
+        self._marked("release", mark)
+        del self._marks[mark]
+
+    def _marked(self, verb: str, mark: int) -> FwPKMState:
+        if mark not in self._marks:
+            got = f"{mark!r}: rolled back over, released, or of another state"
+            raise ValueRangeError(message(f"FwPKMState.{verb}", "mark", "one of mark()", got, "mark() again"))
+        return self._marks[mark]
+
+    def _per_sequence(self, verb: str, what: str) -> None:
+        if not self.per_sequence:
+            fix = "make the state with per_sequence=True"
+            raise ValueRangeError(message(f"FwPKMState.{verb}", what, "one memory a sequence", "a shared one", fix))
+        if self._lanes is None:
+            self._lanes = []
+
+    def _index(self, verb: str, index: Any) -> int:
+        held = len(self._known()) if self.per_sequence else self._lanes[0].batch() or 0
+        index = validate.whole_number(f"FwPKMState.{verb}", "index", index)
+        if not 0 <= index < held:
+            fix = "count the sequences from 0"
+            raise ValueRangeError(message(f"FwPKMState.{verb}", "index", f"0 to {held - 1}", str(index), fix))
+        return index
+
+    def _picked(self, indices: Sequence[int] | None, verb: str) -> list[Lane]:
+        if indices is None or self._lanes is None:
+            return self._known()
+        places = [self._index(verb, i) for i in indices]
+        if self.per_sequence:
+            return [self._lanes[i] for i in places]
+        lane = self._lanes[0].fork()
+        lane.pieces = [StreamCall(*(x[places] for x in piece[:4]), 0, 0) for piece in lane.pieces]
+        return [lane]
+
+    # ---- files ------------------------------------------------------------------------------------------------------
+
+    def save(self, path: Any) -> None:
+        """Write the state, start included, marks not; to a temporary name first, then renamed."""
+        fwpkm_files.save(path, self._start, self._lanes, self.per_sequence, self._options)
+
+    @classmethod
+    def load(cls, path: Any) -> FwPKMState:
+        """Return a state that `save` wrote, of NumPy arrays; ValueRangeError where the file is no whole state."""
+        start, lanes, per_sequence, options = fwpkm_files.load(path, Lane)
+        state = cls(start.keys, start.table.base, per_sequence=per_sequence)
+        state._start, state._lanes, state._options = start, lanes, options
+        return state
