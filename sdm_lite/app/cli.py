@@ -31,6 +31,7 @@ def parser() -> Parser:
     _add_train(commands)
     _add_recall(commands)
     _add_demo(commands)
+    _add_needle(commands)
     _add_generate(commands)
     doctor = commands.add_parser("doctor", help="say what this machine has and check the ops (about ten seconds)")
     doctor.set_defaults(run=_doctor)
@@ -88,6 +89,24 @@ def _add_demo(commands: Any) -> None:
     demo.add_argument("--seed", type=int, default=0, metavar="N")
 
 
+def _add_needle(commands: Any) -> None:
+    needle = commands.add_parser("needle", help="find facts in a haystack by re-reading it into fast weights")
+    needle.set_defaults(run=_needle)
+    add = needle.add_argument
+    add("--out", metavar="DIR", help="folder (default runs/needle); an earlier result in it is replaced")
+    add("--preset", default="demo", help="demo, or tiny to see it work in seconds")
+    add("--variants", metavar="A,B", help="full, no lookahead, no gate weighting, no address loss (default: all)")
+    add("--steps", type=_positive, metavar="N", help="optimiser steps of each variant")
+    add("--seed", type=int, metavar="N", help="of the parameters and the haystacks (default 0)")
+    add("--haystack", type=_positive, metavar="T", help="tokens of a haystack, which is one chunk")
+    add("--facts", type=_positive, metavar="N", help="facts in it")
+    add("--sub-keys", type=_positive, metavar="N", help="keys per half; the memory has N * N slots")
+    add("--trained-passes", type=_positive, metavar="N", help="readings in training")
+    add("--passes", type=_positive, metavar="N", help="readings that are measured (default 4)")
+    add("--learning-rate", type=float, metavar="X", help="of AdamW")
+    add("--threads", type=_positive, default=1, metavar="N", help="threads (default 1)")
+
+
 def _add_generate(commands: Any) -> None:
     generate = commands.add_parser("generate", help="stream text from a checkpoint")
     generate.set_defaults(run=_generate)
@@ -119,6 +138,13 @@ def _demo(options: argparse.Namespace) -> int:
     from . import demo
 
     return demo.run(options, _console())
+
+
+def _needle(options: argparse.Namespace) -> int:
+    require("needle", *_CLI)
+    from . import needle
+
+    return needle.run(options, _console())
 
 
 def _generate(options: argparse.Namespace) -> int:

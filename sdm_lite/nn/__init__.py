@@ -11,6 +11,7 @@ if _find_spec("torch") is None:
 
 from .accounting import flops_per_token, parameter_counts, state_elements
 from .attention import FullAttention, SlidingWindowAttention
+from .fast_weight_memory import FwPKM, carry_fast_weights
 from .gated_delta_net import GatedDeltaNet, gated_delta_rule
 from .generate import generate, stream_tokens
 from .groups import clip_gradients, hidden_matrices, parameter_groups, value_tables
@@ -24,6 +25,7 @@ from .usage import SlotUsage, UsageReport
 __all__ = [
     "SMALL_MODEL_OPTIONS",
     "FullAttention",
+    "FwPKM",
     "GatedDeltaNet",
     "GatedShortConv",
     "HybridLM",
@@ -35,6 +37,7 @@ __all__ = [
     "SlotUsage",
     "SparseDeltaMemory",
     "UsageReport",
+    "carry_fast_weights",
     "clip_gradients",
     "flops_per_token",
     "gated_delta_rule",

@@ -49,7 +49,8 @@ def flops_per_token(model: HybridLM | Mapping[str, Any], *, context: int = 1024)
 def state_elements(model: HybridLM | Mapping[str, Any], *, context: int = 1024) -> dict[str, int]:
     """Return the numbers that one sequence carries along.
 
-    "recurrent": sparse, dense and fast-weight memories (of these one set, with a full open chunk). "cache": keys and values of attention after `context` tokens.
+    "recurrent": sparse, dense and fast-weight memories (of these one set, with a full open chunk). "cache": keys and
+    values of attention after `context` tokens.
     "access": recurrent elements that one token addresses, (W + R) D or d_qk d_v per head.
     """
     counts = {"recurrent": 0, "cache": 0, "access": 0}
@@ -67,7 +68,8 @@ def state_elements(model: HybridLM | Mapping[str, Any], *, context: int = 1024) 
 def parameter_counts(model: HybridLM | Mapping[str, Any]) -> dict[str, int]:
     """Return the parameters by what they are.
 
-    "memory": learned initial memories and value tables (fast weights are no parameters). "ngrams": hashed n-gram tables. "embedding": tokens, and an untied head.
+    "memory": learned initial memories and value tables (fast weights are no parameters). "ngrams": hashed n-gram
+    tables. "embedding": tokens, and an untied head.
     "backbone": everything else. "total".
     """
     counts = {"backbone": 0, "embedding": 0, "memory": 0, "ngrams": 0}

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-
 #: learning rate of value tables: a row gets a gradient only at the tokens that read it
 VALUE_RATE = 1e-3
 

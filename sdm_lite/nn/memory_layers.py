@@ -8,16 +8,17 @@ from typing import Any
 from torch import nn
 
 from ..errors import ValueRangeError, message
+from .fast_weight_memory import FwPKM
 from .product_key_memory import ProductKeyMemory
 
-MEMORIES: dict[str, type[nn.Module]] = {"pkm": ProductKeyMemory}
+MEMORIES: dict[str, type[nn.Module]] = {"fwpkm": FwPKM, "pkm": ProductKeyMemory}
 
 
 def layers_with(op: str, memory: Sequence[str], num_layers: int) -> dict[str, set[int]]:
     """Return the layers, counted from 1, that have each kind of memory, or raise ValueRangeError.
 
-    >>> layers_with("HybridLM", ("pkm@1,3",), 3)
-    {'pkm': {1, 3}}
+    >>> layers_with("HybridLM", ("fwpkm@1,3", "pkm@2"), 3)
+    {'fwpkm': {1, 3}, 'pkm': {2}}
     """
     found: dict[str, set[int]] = {kind: set() for kind in MEMORIES}
     kinds = " or ".join(MEMORIES)

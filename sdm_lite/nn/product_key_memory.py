@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..errors import ShapeError, ValueRangeError, message
 from ..ops import product_key_topk
+from ..product_key_memory import embedding_bag
 from .gates import choose, plain_precision, widen
 from .usage import SlotUsage
 
@@ -135,15 +136,11 @@ class ProductKeyMemory(nn.Module):
         if self.usage is not None:
             self.usage.add(slots)
         with plain_precision(x):
-            table, row = widen(self.values), (-1, self.num_heads * self.k)
-            read = F.embedding_bag(
-                slots.reshape(row).long(),
-                table,
-                per_sample_weights=weights.reshape(row).to(table.dtype),
-                mode="sum",
-                sparse=self.sparse_gradients,
+            # one bag per token: all heads read the one table
+            read = embedding_bag(
+                widen(self.values), slots.flatten(-2), weights.flatten(-2), sparse_gradient=self.sparse_gradients
             )
-        y = read.view(*x.shape[:-1], table.shape[1]).to(x.dtype)
+        y = read.to(x.dtype)
         if self.Wg is not None:
             y = y * F.silu(self.Wg(x))
         if self.Wo is not None:

@@ -87,4 +87,3 @@ class SlotUsage:
             float((shares * (slots * shares).log()).sum()),
             (self.counts == 0).nonzero()[:, 0],
         )
-
