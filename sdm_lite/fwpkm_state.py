@@ -239,7 +239,7 @@ class FwPKMState:
         return after_call(op, (queries, values, gates), self, options, bool(update), mask, backend)
 
     def step(self, queries: Any, values: Any, gates: Any, **options: Any) -> Any:
-        """Return the retrieved values [B, D] of one token, as `extend`: queries [B, H, 2h], values [B, D], gates [B]."""
+        """Return the retrieved values [B, D] of one token, as `extend`; queries [B, H, 2h], gates [B]."""
         for name, x, rank in (("queries", queries, 3), ("values", values, 2), ("gates", gates, 1)):
             if len(x.shape) != rank:
                 got = str(list(x.shape))
@@ -261,12 +261,14 @@ class FwPKMState:
         if held is not None and held != batch:
             fix = "call with the same batch, reorder() the state, or flush() and reset() it"
             raise ShapeError(message(op, "values", f"B = {held}, the sequences of this state", str(batch), fix))
-        if any(lane.pieces for lane in lanes) and self._options is not None:
-            for name in ("chunk", "lookahead", "pairs"):
-                before, now = getattr(self._options, name), getattr(options, name)
-                if before != now:
-                    expected = f"{before!r} until the open chunk is written"
-                    raise ValueRangeError(message(op, name, expected, repr(now), "keep it, or flush() first"))
+        fixed = ("chunk", "lookahead", "pairs") if any(lane.filled for lane in lanes) else ()
+        if any(lane.carried for lane in lanes) and options.pairs == "carry":
+            fixed = (*fixed, "lookahead")
+        for name in fixed:
+            before, now = getattr(self._options, name), getattr(options, name)
+            if before != now:
+                expected = f"{before!r} until the open chunk is written"
+                raise ValueRangeError(message(op, name, expected, repr(now), "keep it, or flush() first"))
         return lanes
 
     def commit(self, lanes: list[Lane], ends: Sequence[tuple], options: StreamOptions) -> None:

@@ -43,7 +43,8 @@ def step_factor(weights, scale):
 def write(q, v, g, mask, carried, keys, values, *, k, lookahead, pairs, scale, value_rate, key_rate, epsilon):
     """Return keys and values after one chunk; q [P, C, H, dk], v [P, C, D], g, mask [P, C].
 
-    `carried` is (q, g, mask) of the chunk before, or None. Gradients of the slow inputs flow through everything but counts and addresses.
+    `carried` is (q, g, mask) of the chunk before, or None. Gradients of the slow inputs flow through everything but
+    counts and addresses.
     """
     (P, C), L = g.shape, lookahead
     sources = [(q[p, t], g[p, t], v[p, t + L]) for p in range(P) for t in range(C - L) if mask[p, t] and mask[p, t + L]]

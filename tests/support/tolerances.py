@@ -40,6 +40,10 @@ TOLERANCES = {
     ("topk_forward", "float64", None): Tolerance(0.0, "a rule, not an approximation: the same bits"),
     ("topk_backward", "float32", None): Tolerance(0.0, "a scatter-add in a fixed order: the same bits"),
     ("topk_backward", "float64", None): Tolerance(0.0, "a scatter-add in a fixed order: the same bits"),
+    ("product_keys", "float64", None): Tolerance(1e-12, "order of sums; a logarithm and an exponential per weight"),
+    ("product_keys", "float32", None): Tolerance(2e-6, "order of sums; 6e-7 seen, eps times scores of about 10"),
+    ("fwpkm", "float64", None): Tolerance(1e-12, "the definition's own bound; 1e-14 seen over three chunks"),
+    ("fwpkm", "float32", None): Tolerance(1e-5, "the definition's bound, of the largest change, on equal slots"),
 }
 
 

@@ -1,0 +1,275 @@
+"""FwPKMState: forks, order, marks, flush, files; and what each mistake is answered with."""
+
+from __future__ import annotations
+
+import zipfile
+
+import numpy as np
+import pytest
+from fwpkm_cases import make_stream
+
+from sdm_lite import FwPKMState, errors, fwpkm
+from sdm_lite.row_table import RowTable
+
+SMALL = {"k": 3, "chunk": 4, "pairs": "carry"}
+
+
+def begun(per_sequence=True, tokens=6, **changes):
+    """Return a stream and a state in the middle of its second chunk."""
+    x = make_stream(B=3, T=12, m=6, dtype=np.float32, **changes)
+    state = FwPKMState(x.keys, x.table, per_sequence=per_sequence)
+    state.extend(*x.tokens(0, tokens), **SMALL)
+    return x, state
+
+
+def goes_on(state, x, rows=slice(None)):
+    """Return the bits of what the state answers to the stream's last tokens, itself left as it is."""
+    readings, after = fwpkm(*(a[rows] for a in x.tokens(6, 12)), state, **SMALL)
+    return readings.tobytes(), after.values.tobytes(), after.keys.tobytes()
+
+
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_a_fork_goes_on_by_itself(per_sequence):
+    x, state = begun(per_sequence)
+    want, fork = goes_on(state, x), state.fork()
+    fork.extend(*x.tokens(3, 12), **SMALL)
+    assert goes_on(state, x) == want
+    other = state.fork()
+    state.extend(*x.tokens(3, 12), **SMALL)
+    assert goes_on(other, x) == want
+
+
+def test_forks_share_the_rows_that_nobody_wrote():
+    x = make_stream(B=1, T=4, m=64, D=32, dtype=np.float32)
+    state = FwPKMState(x.keys, x.table, per_sequence=True)
+    state.extend(*x.call, k=2, chunk=4)
+    shared, owned = state.nbytes()
+    assert shared == x.keys.nbytes + x.table.nbytes
+    place, rows = 4 * 64 * 64, 4 * 2 * 2 * (32 + 1) * 4
+    assert place < owned <= place + 2 * rows + x.keys.nbytes
+    assert owned < x.table.nbytes / 2
+
+
+def test_reorder_and_fork_by_indices_take_sequences_along():
+    x, state = begun()
+    order = [2, 0, 2]
+    picked = state.fork(order)
+    assert (
+        goes_on(picked, x, order)[1]
+        == np.stack([fwpkm(*x.tokens(6, 12), state, **SMALL)[1].values[i] for i in order]).tobytes()
+    )
+    state.reorder(order)
+    assert goes_on(state, x, order) == goes_on(picked, x, order)
+    assert state.position == (6, 6, 6)
+
+
+def test_reorder_of_a_shared_state_takes_the_open_chunk_along():
+    x, state = begun(per_sequence=False)
+    turned = [a[[2, 0, 1]] for a in x.call]
+    other = FwPKMState(x.keys, x.table)
+    other.extend(*(a[:, :6] for a in turned), **SMALL)
+    state.reorder([2, 0, 1])
+    # the first chunk was written in another order of sums: rows agree to rounding, the open chunk in every bit
+    np.testing.assert_allclose(state.values, other.values, rtol=1e-5, atol=1e-6)
+    for mine, want in zip(state._lanes[0].pieces, other._lanes[0].pieces):
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(mine[:4], want[:4]))
+
+
+def test_reset_append_evict():
+    x, state = begun()
+    fresh = FwPKMState(x.keys, x.table, per_sequence=True)
+    state.reset(1)
+    assert state.position == (6, 0, 6)
+    state.append(2)
+    state.evict([0, 2, 4])
+    assert state.position == (0, 0)
+    assert goes_on(state, x, slice(0, 2)) == goes_on(fresh, x, slice(0, 2))
+    state.reset()
+    assert goes_on(state, x) == goes_on(fresh, x)
+
+
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_marks(per_sequence):
+    x, state = begun(per_sequence)
+    want, mark = goes_on(state, x), state.mark()
+    state.extend(*x.tokens(6, 9), **SMALL)
+    later = state.mark()
+    state.extend(*x.tokens(9, 12), **SMALL)
+    state.rollback(later)
+    assert np.ravel(state.position)[0] == 9
+    for _ in range(2):
+        state.rollback(mark)
+        assert goes_on(state, x) == want
+        state.extend(*x.tokens(6, 12), **SMALL)
+    with pytest.raises(errors.ValueRangeError, match="mark"):
+        state.rollback(later)
+    state.release(mark)
+    with pytest.raises(ValueError, match="mark"):
+        state.rollback(mark)
+
+
+def test_steps_are_a_stream():
+    x = make_stream(B=2, T=9, dtype=np.float32)
+    state, other = FwPKMState(x.keys, x.table), FwPKMState(x.keys, x.table)
+    want = state.extend(*x.call, **SMALL)
+    got = np.stack([other.step(*(a[:, t] for a in x.call), **SMALL) for t in range(9)], axis=1)
+    assert got.tobytes() == want.tobytes()
+    assert other.values.tobytes() == state.values.tobytes()
+
+
+def test_reading_only_leaves_the_state_as_it_is():
+    x, state = begun()
+    want = goes_on(state, x)
+    state.extend(*x.tokens(6, 12), **SMALL, update=False)
+    assert state.position == (6, 6, 6)
+    assert goes_on(state, x) == want
+
+
+@pytest.mark.parametrize("pairs", ["drop", "carry", "wrap"])
+def test_flush_writes_the_open_chunk_as_a_chunk_of_its_length(pairs):
+    x = make_stream(B=2, T=7, dtype=np.float32)
+    state, short = FwPKMState(x.keys, x.table), FwPKMState(x.keys, x.table)
+    options = {"k": 3, "pairs": pairs}
+    state.extend(*x.tokens(0, 3), chunk=8, **options)
+    state.flush()
+    short.extend(*x.tokens(0, 3), chunk=3, **options)
+    assert state.values.tobytes() == short.values.tobytes() and state.keys.tobytes() == short.keys.tobytes()
+    assert state.values.tobytes() != x.table.tobytes()
+    # the next token begins a chunk: a call may now use another grid
+    got, want = (s.extend(*x.tokens(3, 7), chunk=4, **options) for s in (state, short))
+    assert got.tobytes() == want.tobytes() and state.values.tobytes() == short.values.tobytes()
+
+
+def test_a_flush_without_a_pair_writes_nothing():
+    x = make_stream(B=1, T=1, dtype=np.float32)
+    state = FwPKMState(x.keys, x.table)
+    state.flush()
+    state.extend(*x.call, k=3, chunk=4)
+    state.flush()
+    assert state.values.tobytes() == x.table.tobytes() and state.keys.tobytes() == x.keys.tobytes()
+
+
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_a_saved_state_goes_on_bit_for_bit(per_sequence, tmp_path):
+    x, state = begun(per_sequence)
+    state.save(tmp_path / "state.npz")
+    again = FwPKMState.load(tmp_path / "state.npz")
+    assert goes_on(again, x) == goes_on(state, x)
+    assert again.position == state.position
+    again.reset()
+    assert goes_on(again, x) == goes_on(FwPKMState(x.keys, x.table, per_sequence=per_sequence), x)
+    assert [p.name for p in tmp_path.iterdir()] == ["state.npz"]
+
+
+def test_damaged_files_are_refused(tmp_path):
+    _, state = begun()
+    path = tmp_path / "state.npz"
+    state.save(path)
+    whole = path.read_bytes()
+    for cut in (0, 10, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(errors.ValueRangeError, match="load"):
+            FwPKMState.load(path)
+    path.write_bytes(whole)
+    with zipfile.ZipFile(path) as old:
+        entries = {entry.filename: old.read(entry) for entry in old.infolist()}
+    for name, change in (
+        ("start.values.npy", lambda b: b.replace(b"(36, 5), }           ", b"(360000000000, 5), } ")),
+        ("0.rows.npy", lambda b: b[:-4]),
+        ("header.npy", lambda b: b.replace(b"fwpkm state", b"fwpkm stats")),
+    ):
+        changed = change(entries[name])
+        assert changed != entries[name]
+        with zipfile.ZipFile(path, "w") as new:
+            for other, data in entries.items():
+                new.writestr(other, changed if other == name else data)
+        with pytest.raises(errors.ValueRangeError, match="load"):
+            FwPKMState.load(path)
+
+
+def test_a_row_table_is_a_table_with_writes_beside_it():
+    rng = np.random.default_rng(0)
+    base = rng.standard_normal((10, 3))
+    want, table = base.copy(), RowTable(RowTable(base))
+    for _ in range(5):
+        slots, rows = rng.permutation(10)[:3], rng.standard_normal((3, 3))
+        want[slots] = rows
+        table.put(slots, rows)
+        some = rng.integers(0, 10, 6)
+        np.testing.assert_array_equal(table.gather(some), want[some])
+        np.testing.assert_array_equal(table.fork().dense(), want)
+    settled = table.settle()
+    assert settled is not table and settled.exclusive
+    np.testing.assert_array_equal(settled.dense(), want)
+
+
+# ---- mistakes ---------------------------------------------------------------------------------------------------
+
+X = make_stream(T=6, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"queries": X.queries[:, :, :1]}, errors.ShapeError, "queries"),
+        ({"queries": X.queries[:, :5]}, errors.ShapeError, "queries"),
+        ({"values": X.values[..., :4]}, errors.ShapeError, "values"),
+        ({"gates": X.gates[..., None]}, errors.ShapeError, "gates"),
+        ({"gates": X.gates.astype(int)}, errors.DtypeError, "gates"),
+        ({"state": (X.keys, X.table)}, errors.DtypeError, "FwPKMState"),
+        ({"k": 17}, errors.ValueRangeError, "k"),
+        ({"k": 1.5}, errors.DtypeError, "k"),
+        ({"chunk": 0}, errors.ValueRangeError, "chunk"),
+        ({"lookahead": 4}, errors.ValueRangeError, "lookahead"),
+        ({"pairs": "keep"}, errors.ValueRangeError, "pairs"),
+        ({"scale": 2}, errors.ValueRangeError, "scale"),
+        ({"value_rate": float("nan")}, errors.ValueRangeError, "value_rate"),
+        ({"key_rate": "1"}, errors.DtypeError, "key_rate"),
+        ({"epsilon": 0.0}, errors.ValueRangeError, "epsilon"),
+        ({"detach_every": 0}, errors.ValueRangeError, "detach_every"),
+        ({"mask": np.ones((2, 5), bool)}, errors.ShapeError, "mask"),
+        ({"mask": np.ones((2, 6), int)}, errors.DtypeError, "mask"),
+        ({"backend": "cuda"}, errors.BackendError, "cuda"),
+    ],
+)
+def test_mistakes_name_the_argument_and_change_nothing(change, error, words):
+    state = FwPKMState(X.keys, X.table)
+    state.extend(*X.tokens(0, 2), k=3, chunk=4)
+    before = state.values.tobytes(), state.keys.tobytes(), state.position
+    call = {"queries": X.queries, "values": X.values, "gates": X.gates, "state": state, "k": 3, "chunk": 4, **change}
+    with pytest.raises(error, match=rf"fwpkm: .*{words}.* Fix: "):
+        fwpkm(**call)
+    if "state" not in change:
+        del call["state"]
+        with pytest.raises(error, match="extend: "):
+            state.extend(**call)
+    assert (state.values.tobytes(), state.keys.tobytes(), state.position) == before
+
+
+def test_a_call_that_does_not_go_on_the_stream_is_refused():
+    x, state = begun(per_sequence=False)
+    with pytest.raises(errors.ShapeError, match="B = 3"):
+        state.extend(*(a[:2] for a in x.tokens(6, 12)), **SMALL)
+    for other in ({"chunk": 5}, {"pairs": "drop"}, {"lookahead": 2}):
+        with pytest.raises(errors.ValueRangeError, match="until the open chunk is written"):
+            state.extend(*x.tokens(6, 12), **{**SMALL, **other})
+    for verb, argument in (("reset", 0), ("append", 1), ("evict", [0])):
+        with pytest.raises(errors.ValueRangeError, match="per_sequence=True"):
+            getattr(state, verb)(argument)
+    with pytest.raises(errors.ValueRangeError, match="index"):
+        state.reorder([3])
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "error"),
+    [
+        (X.keys[0], X.table, errors.ShapeError),
+        (X.keys, X.table[:-1], errors.ShapeError),
+        (X.keys, X.table.astype(np.float64), errors.DtypeError),
+        (X.keys.astype(np.float16), X.table.astype(np.float16), errors.DtypeError),
+        (X.keys.tolist(), X.table, errors.DtypeError),
+    ],
+)
+def test_a_start_that_does_not_fit_is_refused(keys, values, error):
+    with pytest.raises(error, match="FwPKMState: "):
+        FwPKMState(keys, values)
