@@ -54,6 +54,14 @@ def _add_train(commands: Any) -> None:
     add("--dim", type=_positive, help="width of the model")
     add("--hidden", type=_positive, help="width inside the MLPs")
     add("--window", type=_positive, help="tokens that sliding-window attention sees")
+    add(
+        "--memory",
+        action="append",
+        metavar="KIND@N,N",
+        help="memories in layers, counted from 1: fwpkm@1,3 before the mixer, pkm@2 in place of the MLP; repeatable",
+    )
+    add("--sub-keys", type=_positive, metavar="N", help="keys per half of these memories, which have N * N slots")
+    add("--memory-chunk", type=_positive, metavar="C", help="tokens between two writes of fwpkm memories")
     add("--muon-rate", type=float, metavar="X", help="learning rate of Muon; 0: AdamW for everything")
 
 
