@@ -107,7 +107,7 @@ def _add_needle(commands: Any) -> None:
     add("--steps", type=_positive, metavar="N", help="optimiser steps of each variant")
     add("--seed", type=int, metavar="N", help="of the parameters and the haystacks (default 0)")
     add("--haystack", type=_positive, metavar="T", help="tokens of a haystack, which is one chunk")
-    add("--facts", type=_positive, metavar="N", help="facts in it")
+    add("--facts", type=_positive, metavar="N", help="facts in it, in training")
     add("--sub-keys", type=_positive, metavar="N", help="keys per half; the memory has N * N slots")
     add("--trained-passes", type=_positive, metavar="N", help="readings in training")
     add("--passes", type=_positive, metavar="N", help="readings that are measured (default 4)")

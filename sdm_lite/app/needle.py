@@ -46,14 +46,15 @@ _EVALUATION = 0x5EED
 class NeedleSettings:
     """What a run computes: the task, the model, the training, and how it is measured."""
 
-    haystack: int = 256
-    facts: int = 32
-    keys: int = 128
-    values: int = 64
-    filler: int = 64
+    haystack: int = 128
+    facts: int = 16  # in training
+    measured_facts: tuple[int, ...] = (16, 32, 48)
+    keys: int = 64
+    values: int = 32
+    filler: int = 32
     dim: int = 64
-    sub_keys: int = 16
-    steps: int = 400
+    sub_keys: int = 24
+    steps: int = 200
     batch: int = 8
     learning_rate: float = 1e-2
     warmup: int = 20
@@ -64,23 +65,35 @@ class NeedleSettings:
 
 
 #: to see it work in seconds
-TINY = {"haystack": 24, "facts": 3, "keys": 8, "values": 4, "filler": 4, "dim": 32, "sub_keys": 8, "measured": 32}
+TINY: dict[str, Any] = {
+    "haystack": 16,
+    "facts": 3,
+    "measured_facts": (3, 6),
+    "keys": 8,
+    "values": 4,
+    "filler": 4,
+    "dim": 32,
+    "sub_keys": 8,
+    "steps": 120,
+}
 
 
-def haystacks(settings: NeedleSettings, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def haystacks(
+    settings: NeedleSettings, facts: int, rows: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return haystacks [rows, haystack], the questions [rows, facts] and their answers, all token ids.
 
     Ids are keys, then values, then filler; the keys of a row are distinct, its values need not be.
 
-    >>> hay, asked, answers = haystacks(NeedleSettings(), 1, torch.Generator().manual_seed(0))
+    >>> hay, asked, answers = haystacks(NeedleSettings(), 16, 1, torch.Generator().manual_seed(0))
     >>> all(answer in hay[0, 1:][hay[0, :-1] == key] for key, answer in zip(asked[0], answers[0]))
     True
     """
     s = settings
     hay = torch.randint(s.keys + s.values, s.keys + s.values + s.filler, (rows, s.haystack), generator=generator)
-    places = 2 * torch.rand(rows, s.haystack // 2, generator=generator).argsort(1)[:, : s.facts]
-    keys = torch.rand(rows, s.keys, generator=generator).argsort(1)[:, : s.facts]
-    values = torch.randint(s.keys, s.keys + s.values, (rows, s.facts), generator=generator)
+    places = 2 * torch.rand(rows, s.haystack // 2, generator=generator).argsort(1)[:, :facts]
+    keys = torch.rand(rows, s.keys, generator=generator).argsort(1)[:, :facts]
+    values = torch.randint(s.keys, s.keys + s.values, (rows, facts), generator=generator)
     hay.scatter_(1, places, keys).scatter_(1, places + 1, values)
     return hay, keys, values  # in an order that says nothing about the places
 
@@ -120,7 +133,7 @@ def train(settings: NeedleSettings, variant: str, note: Callable[[int, float], N
         for group in optimizer.param_groups:
             rise, fall = min(1.0, (step + 1) / s.warmup), 0.5 + 0.5 * math.cos(math.pi * step / s.steps)
             group["lr"] = s.learning_rate * rise * fall
-        hay, asked, answers = haystacks(s, s.batch, generator)
+        hay, asked, answers = haystacks(s, s.facts, s.batch, generator)
         features, _ = model.features(torch.cat([*[hay] * s.trained_passes, asked], dim=1))
         loss = F.cross_entropy(model.logits(features[:, -s.facts :]).flatten(0, 1), answers.flatten())
         optimizer.zero_grad()
@@ -132,9 +145,9 @@ def train(settings: NeedleSettings, variant: str, note: Callable[[int, float], N
 
 
 @torch.no_grad()
-def measure(settings: NeedleSettings, model: HybridLM) -> list[float]:
-    """Return the share of questions answered right after 0, 1, ... `passes` readings of the haystack."""
-    hay, asked, answers = haystacks(settings, settings.measured, torch.Generator().manual_seed(_EVALUATION))
+def measure(settings: NeedleSettings, model: HybridLM, facts: int) -> list[float]:
+    """Return the share of questions answered right after 0, 1, ... `passes` readings of `facts` facts in a haystack."""
+    hay, asked, answers = haystacks(settings, facts, settings.measured, torch.Generator().manual_seed(_EVALUATION))
     model.eval()
     state, shares = HybridState(), []
     for reading in range(settings.passes + 1):
@@ -160,13 +173,15 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
         model = train(settings, variant, note)
         seconds = time.perf_counter() - started
-        results[variant] = {"accuracy": measure(settings, model), "training_seconds": seconds}
+        accuracy = {str(facts): measure(settings, model, facts) for facts in settings.measured_facts}
+        results[variant] = {"accuracy": accuracy, "training_seconds": seconds}
         record = {"settings": dataclasses.asdict(settings), "variants": results, "chance": 1 / settings.values}
         write_json(out / RESULT, record)
     show(console, settings, results)
-    plots.needle_picture(
-        out / PICTURE, {name: r["accuracy"] for name, r in results.items()}, 1 / settings.values, caption_for(settings)
-    )
+    most = str(max(settings.measured_facts))
+    curves = {name: result["accuracy"][most] for name, result in results.items()}
+    caption = f"Haystacks with {most} facts. {caption_for(settings)}"
+    plots.needle_picture(out / PICTURE, curves, 1 / settings.values, caption)
     say(console, f"picture: {out / PICTURE}")
     return 0
 
@@ -175,10 +190,12 @@ def show(console: Console, settings: NeedleSettings, results: dict[str, Any]) ->
     """Print the accuracy by the number of readings."""
     table = Table(title="Needles found, by readings of the haystack", title_justify="left")
     table.add_column("memory")
+    table.add_column("facts", justify="right")
     for reading in range(settings.passes + 1):
         table.add_column(str(reading), justify="right")
     for name, result in results.items():
-        table.add_row(name, *(f"{share:.3f}" for share in result["accuracy"]))
+        for facts, shares in result["accuracy"].items():
+            table.add_row(name, facts, *(f"{share:.3f}" for share in shares))
     console.print(table)
     say(console, caption_for(settings))
 
@@ -187,9 +204,8 @@ def caption_for(settings: NeedleSettings) -> str:
     """Return what was trained and measured."""
     s = settings
     return (
-        f"{s.facts} facts in {s.haystack} tokens, {s.sub_keys**2} slots; trained from scratch for {s.steps} steps "
-        f"with {s.trained_passes} reading(s), seed {s.seed}; {s.measured * s.facts:,} questions. "
-        f"Chance is {1 / s.values:.3f}."
+        f"{s.haystack} tokens, {s.sub_keys**2} slots; trained from scratch on {s.facts} facts for {s.steps} steps with "
+        f"{s.trained_passes} reading(s), seed {s.seed}; {s.measured} haystacks. Chance is {1 / s.values:.3f}."
     )
 
 
@@ -204,6 +220,9 @@ def _settings(options: argparse.Namespace) -> NeedleSettings:
     if settings.facts > most:
         expected = f"at most {most}, half the haystack and the number of keys"
         raise mistake(COMMAND, "--facts", expected, str(settings.facts), "ask for fewer")
+    # what was trained, and up to three times as much
+    measured = sorted({min(times * settings.facts, most) for times in (1, 2, 3)})
+    settings = dataclasses.replace(settings, measured_facts=tuple(measured))
     if settings.seed < 0:
         raise mistake(COMMAND, "--seed", "at least 0", str(settings.seed), "pass another number")
     if not settings.learning_rate > 0:
