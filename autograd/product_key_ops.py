@@ -1,6 +1,6 @@
 """Product-key memories on the tape: retrieval by distance, weighted sums of rows, a stream of fast weights.
 
-The callers (:mod:`sdm_lite.product_key_memory`, :mod:`sdm_lite.fast_weights`) have checked shapes, dtypes and values.
+The callers (:mod:`sdm_lite.product_key_memory`, :mod:`sdm_lite.fwpkm_op`) have checked shapes, dtypes and values.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Stream(Function):
         results: list,
     ) -> Any:
         mask, carried, fresh = call
-        flat = StreamCall(*(np.ascontiguousarray(x) for x in (queries, values, gates)), mask, carried, fresh)
+        flat = StreamCall._make((*(np.ascontiguousarray(x) for x in (queries, values, gates)), mask, carried, fresh))
         retrieved, keys, table, saved = stream_forward(flat, lane.keys, lane.table, options, room, save=any(ctx.needs))
         results.append((keys, table))
         ctx.save(flat, saved)
@@ -140,7 +140,7 @@ class _Cast(Function):
         return dy.astype(ctx.dtype, copy=False), None
 
 
-# ---- what sdm_lite.fast_weights needs of a kind of array ---------------------------------------------------------
+# ---- what sdm_lite.fwpkm_op needs of a kind of array ---------------------------------------------------------
 
 
 def canonical(x: Any, dtype: Any) -> Any:
@@ -159,7 +159,7 @@ def concatenate(parts: list) -> Any:
 
 def arrays(call: StreamCall) -> StreamCall:
     """Return the call with plain arrays, for the state to keep."""
-    return StreamCall(*(x.data if isinstance(x, Tensor) else x for x in call))
+    return StreamCall._make(x.data if isinstance(x, Tensor) else x for x in call)
 
 
 def stream(call: StreamCall, lane: Any, options: StreamOptions, name: str, leaves: Any) -> tuple[Tensor, tuple]:

@@ -20,7 +20,7 @@ import torch
 
 import sdm_lite
 
-from . import costs, ours, parity
+from . import costs, fwpkm_cases, ours, parity
 from .peers import dense_gdn, row_limit, torch_loop, torch_topk
 from .shapes import SHAPES, Inputs, Shape, make_inputs
 from .timing import Timings, interleave
@@ -231,6 +231,30 @@ def topk_lines(report: Report) -> list[str]:
     return [*lines, *(f"| {row} | {found['1']} | {found['2']} |" for row, found in cells.items())]
 
 
+def fwpkm_lines(report: Report) -> list[str]:
+    """Fast-weight product keys and weighted sums of rows at 262,144 slots of width 512, against torch."""
+    sizes, targets = fwpkm_cases.Sizes(), fwpkm_cases.TARGETS
+    fwpkm_cases.check_all(fwpkm_cases.Sizes(m=64, half=32, D=64, C=128))
+    x = fwpkm_cases.make_inputs(sizes)
+    comparisons: dict[tuple[str, str], Callable[[], dict[str, Callable[[], object]]]] = {
+        ("retrieval of 8 of 512 x 512 slots", "retrieval"): lambda: fwpkm_cases.retrieval(x, sizes.k),
+        ("a chunk's read and write", "chunk"): lambda: fwpkm_cases.chunk(x, sizes),
+        ("embedding_bag, forward", "bag"): lambda: fwpkm_cases.bag(x),
+        ("embedding_bag, forward + backward, dense gradient", "bag dense"): lambda: fwpkm_cases.bag(
+            x, gradient="dense"
+        ),
+        ("embedding_bag, forward + backward, coalesced gradient", "bag coalesced"): lambda: fwpkm_cases.bag(
+            x, gradient="coalesced"
+        ),
+    }
+    lines = ["| 512 tokens, 262,144 slots, D = 512, k = 8 | ours | times as fast as torch |", "|---|---|---|"]
+    for (title, name), candidates in comparisons.items():
+        timings = report.run(f"fwpkm, {name}", candidates())
+        ratio = verdict(timings, "torch", "ours", targets[name])
+        lines.append(f"| {title} | {1e3 * timings.median('ours'):.3g} ms | {ratio} |")
+    return lines
+
+
 def accuracy_lines() -> list[str]:
     """Gradients at T = 8192 in float32 with the default restore, against float64 with a full snapshot."""
     lines = [
@@ -323,6 +347,8 @@ def measure(arguments: argparse.Namespace) -> list[str]:
     if "topk" in arguments.sections:
         blocks.append(topk_lines(report))
     ours.set_threads(threads)
+    if "fwpkm" in arguments.sections:
+        blocks.append(fwpkm_lines(report))
     if "accuracy" in arguments.sections:
         blocks.append(accuracy_lines())
     if "costs" in arguments.sections:
@@ -337,7 +363,7 @@ def measure(arguments: argparse.Namespace) -> list[str]:
 def main() -> None:
     """Measure, print, and write where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sections = [*SECTIONS, "topk", "accuracy", "costs"]
+    sections = [*SECTIONS, "topk", "fwpkm", "accuracy", "costs"]
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--sections", nargs="+", choices=sections, default=sections)
     parser.add_argument("--rounds", type=int, default=7, help="clean rounds per comparison")

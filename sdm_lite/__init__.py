@@ -11,7 +11,7 @@ and updated by the gated delta rule. The ops take and give NumPy arrays, torch t
 """
 
 from .errors import BackendError, DeviceError, DtypeError, SdmError, ShapeError, SlotError, ValueRangeError
-from .fast_weights import fwpkm
+from .fwpkm_op import fwpkm
 from .fwpkm_state import FwPKMState
 from .ops import hash_slots, product_key_topk, sparse_delta_rule, sparse_delta_rule_
 from .product_key_memory import embedding_bag, embedding_bag_gradient, idw_product_key_topk, product_key_lookup

@@ -83,7 +83,7 @@ def _lane(found: dict[str, np.ndarray], i: int, note: dict, start: Any, lane_typ
         past = [found[f"{i}.{name}"] for name in _PAST]
         if any(x.shape[1] != lane.carried + lane.filled for x in past):
             raise ValueError(f"the open chunk of memory {i} is not whole")
-        lane.pieces = [StreamCall(*past, 0, 0)]
+        lane.pieces = [StreamCall._make((*past, 0, 0))]
     return lane
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import arrays, fwpkm_files, rooms, validate
 from .errors import ShapeError, ValueRangeError, message
-from .fast_weights import after_call, check_options
+from .fwpkm_op import after_call, check_options
 from .fwpkm_stream import StreamCall, StreamOptions, pairs_of, segments, stream_forward
 from .product_key_memory import check_keys
 from .row_table import RowTable
@@ -46,13 +46,15 @@ class Lane:
         writes = update and self.filled + mask.shape[1] >= options.chunk
         options = StreamOptions(**{**vars(options), "update": writes})
         if not writes or not self.pieces:
-            return StreamCall(*floats, mask, 0, 0), options
+            return StreamCall._make((*floats, mask, 0, 0)), options
         past = [np.concatenate([piece[i] for piece in self.pieces], axis=1) for i in range(4)]
         joined = [concatenate([old, new]) for old, new in zip(past, floats)]
         whole = np.concatenate([past[3], mask], axis=1)
-        return StreamCall(*joined, whole, self.carried, self.carried + self.filled), options
+        return StreamCall._make((*joined, whole, self.carried, self.carried + self.filled)), options
 
-    def commit(self, call: StreamCall, keys: np.ndarray, slots: np.ndarray, rows: np.ndarray, options) -> None:
+    def commit(
+        self, options: StreamOptions, call: StreamCall, keys: np.ndarray, slots: np.ndarray, rows: np.ndarray
+    ) -> None:
         """Take over what a call leaves: weights, and the tokens that later writes need."""
         tokens, new = call.mask.shape[1], call.mask.shape[1] - call.fresh
         self.position += new
@@ -79,7 +81,7 @@ class Lane:
         if not self.filled:
             return
         past = [np.concatenate([piece[i] for piece in self.pieces], axis=1) for i in range(4)]
-        call = StreamCall(*past, self.carried, self.carried)
+        call = StreamCall._make((*past, self.carried, self.carried))
         short = StreamOptions(**{**vars(options), "chunk": self.filled, "update": True})
         (segment,) = segments(call, short)
         if len(pairs_of(segment, call.mask, short).source):
@@ -91,7 +93,7 @@ class Lane:
 
 def _tail(call: StreamCall, start: int, stop: int) -> StreamCall:
     """Return copies of some of a call's tokens: the caller may go on to change its arrays."""
-    return StreamCall(*(np.array(x[:, start:stop]) for x in call[:4]), 0, 0)
+    return StreamCall._make((*(np.array(x[:, start:stop]) for x in call[:4]), 0, 0))
 
 
 class StateBytes(NamedTuple):
@@ -274,7 +276,7 @@ class FwPKMState:
     def commit(self, lanes: list[Lane], ends: Sequence[tuple], options: StreamOptions) -> None:
         """Bring the memories to the end of a call whose every part went well."""
         for lane, end in zip(lanes, ends, strict=True):
-            lane.commit(*end, options)
+            lane.commit(options, *end)
         self._lanes, self._options, self.leaves = lanes, options, None
 
     def flush(self, *, backend: str = "cpu") -> None:
@@ -309,7 +311,7 @@ class FwPKMState:
             self._lanes = None if self.per_sequence else [self._start.fork()]
             return
         self._per_sequence("reset", "a sequence by its index")
-        self._lanes[self._index("reset", index)] = self._start.fork()
+        self._known()[self._index("reset", index)] = self._start.fork()
 
     def append(self, n: int = 1) -> None:
         """Add n sequences at the start (per sequence only)."""
@@ -355,7 +357,7 @@ class FwPKMState:
             self._lanes = []
 
     def _index(self, verb: str, index: Any) -> int:
-        held = len(self._known()) if self.per_sequence else self._lanes[0].batch() or 0
+        held = len(self._known()) if self.per_sequence else self._known()[0].batch() or 0
         index = validate.whole_number(f"FwPKMState.{verb}", "index", index)
         if not 0 <= index < held:
             fix = "count the sequences from 0"
@@ -367,9 +369,9 @@ class FwPKMState:
             return self._known()
         places = [self._index(verb, i) for i in indices]
         if self.per_sequence:
-            return [self._lanes[i] for i in places]
-        lane = self._lanes[0].fork()
-        lane.pieces = [StreamCall(*(x[places] for x in piece[:4]), 0, 0) for piece in lane.pieces]
+            return [self._known()[i] for i in places]
+        lane = self._known()[0].fork()
+        lane.pieces = [StreamCall._make((*(x[places] for x in piece[:4]), 0, 0)) for piece in lane.pieces]
         return [lane]
 
     # ---- files ------------------------------------------------------------------------------------------------------

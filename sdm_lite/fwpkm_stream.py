@@ -289,7 +289,7 @@ def stream_backward(
         dreadings = _upstream(segment, call, dretrieved)
         drows, dkeys = _chunk_backward(segment, call, chunk, options, room, dreadings, dtable[mine], dkeys, totals)
         dtable[mine] = drows
-    return StreamGradients(*totals, dkeys, rows, dtable)
+    return StreamGradients._make((*totals, dkeys, rows, dtable))
 
 
 def _chunks(call: StreamCall, plan: list[Segment], saved: StreamSaved) -> Iterator[Chunk]:

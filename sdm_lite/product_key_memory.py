@@ -57,8 +57,8 @@ def idw_product_key_topk(
     >>> import numpy as np
     >>> keys = np.array([[[[0], [1]], [[0], [2]]]], np.float32)          # one head, n = 2, h = 1
     >>> weights, slots = idw_product_key_topk(np.zeros((1, 1, 1, 2), np.float32), keys, 2, epsilon=1.0)
-    >>> slots.ravel().tolist(), weights.ravel().round(3).tolist()
-    ([0, 2], [0.6669999957084656, 0.3330000042915344])
+    >>> slots.ravel(), weights.ravel().round(3)
+    (array([0, 2], dtype=int32), array([0.667, 0.333], dtype=float32))
     """
     op = "idw_product_key_topk"
     kind, queries, keys, k, name = _opened_lookup(op, queries, keys, k, backend)
@@ -113,8 +113,8 @@ def product_key_lookup(queries: Any, keys: Any, k: int, *, backend: str | None =
     >>> import numpy as np
     >>> keys = np.array([[[[0], [1]], [[0], [2]]]], np.float32)
     >>> weights, slots = product_key_lookup(np.ones((1, 1, 1, 2), np.float32), keys, 2)
-    >>> slots.ravel().tolist(), weights.ravel().round(3).tolist()
-    ([1, 3], [0.2689999938011169, 0.7310000061988831])
+    >>> slots.ravel(), weights.ravel().round(3)
+    (array([1, 3], dtype=int32), array([0.269, 0.731], dtype=float32))
     """
     from .ops import product_key_topk
 

@@ -6,6 +6,8 @@ the rows that were written and four bytes per slot, whatever the base holds.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 
@@ -29,7 +31,8 @@ class RowTable:
     """
 
     def __init__(self, base: np.ndarray | RowTable, *, exclusive: bool = False):
-        self.base, self.exclusive = base, exclusive
+        self.base: Any = base
+        self.exclusive = exclusive
         self.shape: tuple[int, int] = base.shape
         self.dtype: np.dtype = base.dtype
         self._place: np.ndarray | None = None  # int32 [S]: the owned row of a slot, or -1

@@ -44,7 +44,7 @@ def embedding_bag(values: Tensor, slots: Tensor, weights: Tensor, sparse_gradien
     return ops.embedding_bag(values, slots, weights.to(values.dtype), sparse_gradient, backend)
 
 
-# ---- what sdm_lite.fast_weights and FwPKMState need of a kind of array ------------------------------------------
+# ---- what sdm_lite.fwpkm_op and FwPKMState need of a kind of array ------------------------------------------
 
 
 def canonical(x: Tensor, dtype: np.dtype) -> Tensor:
@@ -60,7 +60,7 @@ def concatenate(parts: list) -> Tensor:
 
 def arrays(call: StreamCall) -> StreamCall:
     """Return the call with NumPy views, for the state to keep."""
-    return StreamCall(*(x.detach().numpy() if isinstance(x, Tensor) else x for x in call))
+    return StreamCall._make(x.detach().numpy() if isinstance(x, Tensor) else x for x in call)
 
 
 def stream(call: StreamCall, lane: Any, options: StreamOptions, name: str, leaves: Any) -> tuple[Tensor, tuple]:
@@ -70,7 +70,7 @@ def stream(call: StreamCall, lane: Any, options: StreamOptions, name: str, leave
     """
     base, place, owned = lane.table.parts()
     keys, table = leaves or (torch.from_numpy(lane.keys), torch.from_numpy(base))
-    floats = (call.queries, call.values, call.gates)
+    floats: Any = (call.queries, call.values, call.gates)
     save = torch.is_grad_enabled() and any([x.requires_grad for x in (*floats, keys, table)])
     given = (*floats, torch.from_numpy(call.mask), keys, table, torch.from_numpy(place), torch.from_numpy(owned))
     flat = [getattr(options, field) for field in ops.OPTION_FIELDS]
@@ -87,9 +87,9 @@ def finish(retrieved: list[Tensor], values: Tensor) -> Tensor:
 def own_arrays(keys: Tensor, values: Tensor) -> tuple[np.ndarray, np.ndarray, tuple[Tensor, Tensor] | None]:
     """Return copies of a state's start as arrays, and as tensors with history where a gradient is wanted."""
     _check_devices("FwPKMState", ("keys", "values"), (keys, values))
-    copies = tuple(x.clone(memory_format=torch.contiguous_format) for x in (keys, values))
-    own_keys, own_values = (x.detach().numpy() for x in copies)
-    return own_keys, own_values, copies if any([x.requires_grad for x in copies]) else None
+    keys, values = (x.clone(memory_format=torch.contiguous_format) for x in (keys, values))
+    leaves = (keys, values) if keys.requires_grad or values.requires_grad else None
+    return keys.detach().numpy(), values.detach().numpy(), leaves
 
 
 def to_tensor(array: np.ndarray) -> Tensor:

@@ -234,12 +234,12 @@ class _Stream(NamedTuple):
 
 def _operands(flat: tuple) -> _Stream:
     first, last = 10, 10 + len(OPTION_FIELDS)
-    return _Stream(*flat[:first], StreamOptions(*flat[first:last]), *flat[last:])
+    return _Stream._make((*flat[:first], StreamOptions(*flat[first:last]), *flat[last:]))
 
 
 def _call(x: Any) -> StreamCall:
     floats = (_array(t) for t in (x.queries, x.values, x.gates))
-    return StreamCall(*floats, x.mask.detach().numpy(), x.carried, x.fresh)
+    return StreamCall._make((*floats, x.mask.detach().numpy(), x.carried, x.fresh))
 
 
 @custom_op(
@@ -260,7 +260,7 @@ def fwpkm(*operands):
     retrieved, keys, after, saved = stream_forward(_call(x), before, table, x.options, room, save=x.save)
     keys = keys.copy() if keys is before else keys  # an output must not be an input
     outputs = [torch.from_numpy(a.copy() if a.base is not None else a) for a in (retrieved, keys, *after.owned())]
-    return outputs + convert.pack_saved(saved) if x.save else outputs
+    return outputs if saved is None else outputs + convert.pack_saved(saved)
 
 
 @fwpkm.register_fake
@@ -288,7 +288,7 @@ def fwpkm_backward(queries, values, gates, mask, saved, dretrieved, carried, fre
     """Return the gradients of queries, values, gates and keys, and where num_slots >= 0 of the whole table."""
     *options, _, num_slots, backend = rest
     floats = (_array(x) for x in (queries, values, gates))
-    call = StreamCall(*floats, mask.detach().numpy(), carried, fresh)
+    call = StreamCall._make((*floats, mask.detach().numpy(), carried, fresh))
     room, kept = rooms.room(backend, "fwpkm"), StreamSaved(*convert.unpack_saved(saved))
     d = stream_backward(call, StreamOptions(*options), kept, _array(dretrieved), room)
     gradients = [*d[:4], dense_rows(d, num_slots)] if num_slots >= 0 else d[:4]

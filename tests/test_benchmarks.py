@@ -23,7 +23,7 @@ def test_peers_agree_with_the_ops():
     pytest.importorskip("torch")
     code = """
 import numpy as np
-from benchmarks import ours, parity, timing
+from benchmarks import fwpkm_cases, ours, parity, timing
 from benchmarks.peers import row_limit
 from benchmarks.shapes import Shape, make_inputs, touched_rows
 
@@ -31,6 +31,7 @@ tiny = Shape("tiny", B=2, T=6, H=2, N=32, D=16, W=8, R=8)
 ours.set_threads(1)
 parity.check_delta(tiny, tokens=6)
 parity.check_gdn(tiny)
+fwpkm_cases.check_all(fwpkm_cases.Sizes(m=16, half=8, D=16, C=64, k=4))
 parity.check_topk(np.random.default_rng(0).standard_normal((64, 32), dtype=np.float32), 8)
 
 # the limit moves rows and changes none
@@ -60,5 +61,5 @@ def test_suites_are_collected():
     pytest.importorskip("pytest_benchmark")
     result = run("-m", "pytest", "benchmarks", "--collect-only", "--quiet")
     assert result.returncode == 0, result.stdout + result.stderr
-    for suite in ("bench_addressing", "bench_delta", "bench_layer", "bench_costs"):
+    for suite in ("bench_addressing", "bench_delta", "bench_layer", "bench_costs", "bench_fwpkm"):
         assert f"benchmarks/{suite}.py::" in result.stdout

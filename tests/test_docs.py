@@ -95,7 +95,18 @@ def test_docstrings_of(name):
     assert not failed
 
 
-PUBLIC_OPS = ("product_key_topk", "hash_slots", "sparse_delta_rule", "sparse_delta_rule_", "backends")
+PUBLIC_OPS = (
+    "product_key_topk",
+    "hash_slots",
+    "sparse_delta_rule",
+    "sparse_delta_rule_",
+    "idw_product_key_topk",
+    "product_key_lookup",
+    "embedding_bag",
+    "embedding_bag_gradient",
+    "fwpkm",
+    "backends",
+)
 
 
 @pytest.mark.parametrize("name", PUBLIC_OPS)

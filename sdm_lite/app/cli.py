@@ -112,7 +112,7 @@ def _add_needle(commands: Any) -> None:
     add("--trained-passes", type=_positive, metavar="N", help="readings in training")
     add("--passes", type=_positive, metavar="N", help="readings that are measured (default 4)")
     add("--learning-rate", type=float, metavar="X", help="of AdamW")
-    add("--threads", type=_positive, default=1, metavar="N", help="threads (default 1)")
+    add("--jobs", type=_positive, metavar="N", help="trainings at a time, a thread each (default: one per core)")
 
 
 def _add_generate(commands: Any) -> None:

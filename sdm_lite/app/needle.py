@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import multiprocessing
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from ..nn import HybridLM, HybridState
 from . import plots
+from .children import cores
 from .files import make_folder, write_json
 from .mistakes import mistake
 from .models import use_threads
@@ -53,7 +56,7 @@ class NeedleSettings:
     values: int = 32
     filler: int = 32
     dim: int = 64
-    sub_keys: int = 24
+    sub_keys: int = 16
     steps: int = 200
     batch: int = 8
     learning_rate: float = 1e-2
@@ -158,25 +161,34 @@ def measure(settings: NeedleSettings, model: HybridLM, facts: int) -> list[float
     return shares
 
 
+def run_variant(settings: NeedleSettings, variant: str) -> dict[str, Any]:
+    """Train and measure one variant, on one thread; return its accuracies and seconds, as JSON."""
+    use_threads(1)
+
+    def note(step: int, loss: float) -> None:
+        if step % 50 == 0 or step == settings.steps:
+            print(f"{variant}: step {step} of {settings.steps}, loss {loss:.3f}", flush=True)
+
+    started = time.perf_counter()
+    model = train(settings, variant, note)
+    seconds = time.perf_counter() - started
+    accuracy = {str(facts): measure(settings, model, facts) for facts in settings.measured_facts}
+    return {"accuracy": accuracy, "training_seconds": seconds}
+
+
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Train and measure the variants asked for; draw; return the exit code."""
+    """Train and measure the variants asked for, some at a time; draw; return the exit code."""
     settings, variants = _settings(options), _variants(options.variants)
     out = make_folder(COMMAND, "--out", Path(options.out or f"runs/{COMMAND}"))
-    use_threads(options.threads)
+    jobs = min(options.jobs or cores(), len(variants))
+    say(console, f"{len(variants)} trainings, {jobs} at a time, one thread each, in {out}")
     results: dict[str, Any] = {}
-    for variant in variants:
-        started = time.perf_counter()
-
-        def note(step: int, loss: float, variant: str = variant) -> None:
-            if step % 50 == 0 or step == settings.steps:
-                say(console, f"{variant}: step {step} of {settings.steps}, loss {loss:.3f}")
-
-        model = train(settings, variant, note)
-        seconds = time.perf_counter() - started
-        accuracy = {str(facts): measure(settings, model, facts) for facts in settings.measured_facts}
-        results[variant] = {"accuracy": accuracy, "training_seconds": seconds}
-        record = {"settings": dataclasses.asdict(settings), "variants": results, "chance": 1 / settings.values}
-        write_json(out / RESULT, record)
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        found = {name: pool.submit(run_variant, settings, name) for name in variants}
+        for name, future in found.items():
+            results[name] = future.result()
+            record = {"settings": dataclasses.asdict(settings), "variants": results, "chance": 1 / settings.values}
+            write_json(out / RESULT, record)
     show(console, settings, results)
     most = str(max(settings.measured_facts))
     curves = {name: result["accuracy"][most] for name, result in results.items()}

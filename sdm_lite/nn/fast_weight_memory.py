@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import DtypeError, ShapeError, ValueRangeError, message
-from ..fast_weights import fwpkm
+from ..fwpkm_op import fwpkm
 from ..fwpkm_state import FwPKMState
 from ..product_key_memory import idw_product_key_topk
 from .gates import choose, plain_precision, widen
