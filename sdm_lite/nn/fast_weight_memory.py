@@ -166,18 +166,31 @@ class FwPKM(nn.Module):
         if state is not None and not isinstance(state, FwPKMState):
             fix = "pass what the previous call returned, or None"
             raise DtypeError(message(_NAME, "state", "an FwPKMState", type(state).__name__, fix))
-        started = state is None
         queries, values = self.queries(x), self.targets(x)
         with plain_precision(x):
             gates = widen(self.Wgate(self.gate_norm(x)))[..., 0].sigmoid()
             writes = gates if self.gated_writes else torch.ones_like(gates)
-            state = self.new_state() if state is None else state
-            read, after = fwpkm(queries, values, writes, state, update=update, mask=mask, **self.options)
-            if started and self.training and update and not after.per_sequence:
-                self._reached = after
+            read, after = self._stream(queries, values, writes, state, update, mask)
             mixed = gates[..., None] * read + (1 - gates[..., None]) * values
             mixed = F.rms_norm(mixed, mixed.shape[-1:], widen(self.output_norm.weight), 1e-5)
         return self.Wo(mixed.to(x.dtype)), after
+
+    @torch.compiler.disable  # a state is a Python object: a compiled graph breaks here, and only here
+    def _stream(
+        self,
+        queries: Tensor,
+        values: Tensor,
+        gates: Tensor,
+        state: FwPKMState | None,
+        update: bool,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, FwPKMState]:
+        """Return what the tokens retrieve and the state after them, which :meth:`adopt` will find after training calls."""
+        start = self.new_state() if state is None else state
+        read, after = fwpkm(queries, values, gates, start, update=update, mask=mask, **self.options)
+        if state is None and self.training and update and not after.per_sequence:
+            self._reached = after
+        return read, after
 
     def queries(self, x: Tensor) -> Tensor:
         """Return the queries [B, T, H, key_dim], float32 (float64 for float64)."""

@@ -16,7 +16,7 @@ _NAME = "ProductKeyMemory"
 
 
 class ProductKeyMemory(nn.Module):
-    """A layer whose knowledge lies in `sub_keys` ** 2 rows of values, H * k of which a token reads (docs/fwpkm.md)::
+    """A trained table of `sub_keys` ** 2 rows of values, H * k of which a token reads (docs/memory-layers.md)::
 
         q      = norm(Wq x + bq), per head in two halves          s_m = K_m q_m,   m = 1, 2
         m      = sum over heads and slots of w V[slot],           the k slots (i, j) of highest s_1[i] + s_2[j] a head
@@ -45,7 +45,7 @@ class ProductKeyMemory(nn.Module):
     scalar_gate : bool
         Also multiply y by sigmoid(w x + b).
     sparse_gradients : bool
-        Give `values` a sparse gradient, of the rows read: for torch.optim.SparseAdam (docs/fwpkm.md).
+        Give `values` a sparse gradient, of the rows read: for torch.optim.SparseAdam (docs/memory-layers.md).
 
     Attributes
     ----------

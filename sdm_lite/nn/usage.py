@@ -11,7 +11,7 @@ from ..errors import SlotError, ValueRangeError, message
 
 
 class UsageReport(NamedTuple):
-    """Statistics of a window of R reads of S slots (docs/fwpkm.md); all depend on R: compare at equal R only.
+    """Statistics of a window of R reads of S slots (docs/memory-layers.md); all depend on R: compare at equal R only.
 
     Attributes
     ----------
