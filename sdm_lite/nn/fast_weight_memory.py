@@ -185,7 +185,7 @@ class FwPKM(nn.Module):
         update: bool,
         mask: Tensor | None,
     ) -> tuple[Tensor, FwPKMState]:
-        """Return what the tokens retrieve and the state after them, which :meth:`adopt` will find after training calls."""
+        """Return what the tokens retrieve and the state after them, which `adopt` will find after training calls."""
         start = self.new_state() if state is None else state
         read, after = fwpkm(queries, values, gates, start, update=update, mask=mask, **self.options)
         if state is None and self.training and update and not after.per_sequence:
