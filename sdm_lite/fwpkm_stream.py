@@ -207,7 +207,9 @@ def _write(
         places, weights = chunk.places[pairs.source], chunk.weights[pairs.source]
         change = room.embedding_bag_backward(step.step, places, weights, len(chunk.rows))
         hit = np.unique(places)
-        table.put(chunk.rows[hit], chunk.entry[hit] + change[hit] / counts[hit, None])
+        change /= counts[:, None]
+        change += chunk.entry
+        table.put(chunk.rows[hit], change[hit])
     if not len(pairs.members) or options.key_rate == 0:
         return chunk.keys
     columns, distances = chunk.found.columns[pairs.members], chunk.found.distances[pairs.members]

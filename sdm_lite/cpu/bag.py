@@ -85,6 +85,8 @@ def _sum_rows(lo, hi, values, slots, weights, readings):
         row = borrowed(weights[t])
         c = 0
         while c + BLOCK <= width:
+            for a in range(slots.shape[1]):  # rows lie anywhere: ask for the next token's while this one's are summed
+                prefetch(values, np.int64(slots[min(t + 1, hi - 1), a]), c, wide)
             store(readings, t, c, weighted_rows(values, 0, slots, t, row, c, wide, None), None)
             c += BLOCK
         while c + NARROW <= width:
