@@ -244,7 +244,7 @@ MISTAKES = {
     "layers: expected num_layers = 4 names": lambda: HybridLM(VOCAB, 16, 4, layers=["swa"]),
     "layers: expected one of": lambda: HybridLM(VOCAB, 16, 1, layers=["rnn"]),
     "options": lambda: HybridLM(VOCAB, 16, 4, options={"lstm": {}}),
-    "memory": lambda: HybridLM(VOCAB, 16, 4, memory=["fwpkm@1"]),
+    "memory": lambda: HybridLM(VOCAB, 16, 4, memory=["fwpkm@5"]),
     "zero_head": lambda: HybridLM(VOCAB, 16, 4, zero_head=True),
     "hash_ids": lambda: HybridLM(VOCAB, 16, 4, hash_ids="next"),
     "vocab_size": lambda: HybridLM(0, 16, 4),

@@ -25,6 +25,7 @@ def parser() -> Parser:
     _add_train(commands)
     _add_recall(commands)
     _add_demo(commands)
+    _add_needle(commands)
     _add_generate(commands)
     _add_state(commands)
     doctor = commands.add_parser("doctor", help="say what this machine has, compile and check the ops")
@@ -62,6 +63,14 @@ def _add_train(commands: Any) -> None:
     add("--dim", type=whole(1), help="width of the model")
     add("--hidden", type=whole(1), help="width inside the MLPs")
     add("--window", type=whole(1), help="tokens that sliding-window attention sees")
+    add(
+        "--memory",
+        action="append",
+        metavar="KIND@N,N",
+        help="memories in layers, counted from 1: fwpkm@1,3 before the mixer, pkm@2 in place of the MLP; repeatable",
+    )
+    add("--sub-keys", type=whole(1), metavar="N", help="keys per half of these memories, which have N * N slots")
+    add("--memory-chunk", type=whole(1), metavar="C", help="tokens between two writes of fwpkm memories")
     add("--muon-rate", type=number(0, low_too=True), metavar="X", help="learning rate of Muon; 0: AdamW for everything")
 
 
@@ -111,6 +120,24 @@ def _add_demo(commands: Any) -> None:
     add("--seed", type=seed, default=0, metavar="N", help="as in train (default 0)")
 
 
+def _add_needle(commands: Any) -> None:
+    needle = commands.add_parser("needle", help="find facts in a haystack by re-reading it into fast weights")
+    needle.set_defaults(run=_needle)
+    add = needle.add_argument
+    add("--out", type=path, metavar="DIR", help="folder (default runs/needle); an earlier result in it is replaced")
+    add("--preset", default="demo", help="demo, or tiny to see it work in seconds")
+    add("--variants", metavar="A,B", help="full, no lookahead, no gate weighting, no address loss (default: all)")
+    add("--steps", type=whole(1), metavar="N", help="optimiser steps of each variant")
+    add("--seed", type=seed, metavar="N", help="of the parameters and the haystacks (default 0)")
+    add("--haystack", type=whole(1), metavar="T", help="tokens of a haystack, which is one chunk")
+    add("--facts", type=whole(1), metavar="N", help="facts in it, in training")
+    add("--sub-keys", type=whole(1), metavar="N", help="keys per half; the memory has N * N slots")
+    add("--trained-passes", type=whole(1), metavar="N", help="readings in training")
+    add("--passes", type=whole(1), metavar="N", help="readings that are measured (default 4)")
+    add("--learning-rate", type=number(0), metavar="X", help="of AdamW")
+    add("--jobs", type=whole(1), metavar="N", help="trainings at a time, a thread each (default: one per core)")
+
+
 def _add_generate(commands: Any) -> None:
     generate = commands.add_parser("generate", help="stream text from a checkpoint")
     generate.set_defaults(run=_generate)
@@ -155,6 +182,13 @@ def _demo(options: argparse.Namespace) -> int:
     from . import demo
 
     return demo.run(options, _console())
+
+
+def _needle(options: argparse.Namespace) -> int:
+    require("needle", *_CLI)
+    from . import needle
+
+    return needle.run(options, _console())
 
 
 def _generate(options: argparse.Namespace) -> int:

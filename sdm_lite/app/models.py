@@ -21,6 +21,7 @@ def build(settings: Settings, vocab_size: int) -> HybridLM:
     options = {kind: dict(extra) for kind, extra in SMALL_MODEL_OPTIONS.items()}
     options["sdm"] |= {"learn_memory": settings.learn_memory, "score_scale": settings.score_scale}
     options["gdn"] |= {"head_k_dim": settings.key_dim}
+    options |= _memory_options(settings)
     torch.manual_seed(settings.seed)
     return HybridLM(
         vocab_size,
@@ -41,7 +42,15 @@ def build(settings: Settings, vocab_size: int) -> HybridLM:
         zero_head=not settings.tie_embeddings,
         embedding_std=0.5,
         ngram_buckets=settings.ngram_buckets,
+        memory=settings.memory,
     )
+
+
+def _memory_options(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Return the arguments of the memory layers; each token of either reads 8 rows a head."""
+    common = {"sub_keys": settings.sub_keys, "k": min(8, settings.sub_keys**2), "key_dim": settings.dim}
+    fwpkm = {**common, "value_dim": settings.dim, "chunk": settings.memory_chunk}
+    return {"fwpkm": fwpkm, "pkm": {**common, "num_heads": 2, "sparse_gradients": True}}
 
 
 def from_checkpoint(command: str, folder: Path) -> tuple[HybridLM, checkpoint.Checkpoint]:
@@ -65,20 +74,21 @@ def account(model: HybridLM, settings: Settings) -> dict[str, Any]:
     """Return the forward FLOPs per token, the parameters and the state of `model`, as JSON.
 
     FLOPs are averaged over the training length. ``state_elements`` is what the global mixer, the last
-    layer named "mixer", keeps per sequence; ``cache_elements`` what attention keeps beside it.
+    layer named "mixer", and fast-weight memories keep; ``cache_elements`` what attention keeps beside it.
     """
     context = settings.length if settings.task == "text" else 3 * max(settings.pairs)
     flops = flops_per_token(model, context=context)
     parameters = parameter_counts(model)
     state = state_elements(model, context=context)
     mixers: list[Any] = [block for block, kind in zip(model.blocks, settings.layers) if kind == "mixer"]
+    fast: list[Any] = [block.fwpkm for block in model.blocks if block.fwpkm is not None]
     return {
         "flops_per_token": flops["total"],
         "flops": flops,
         "parameters": parameters["total"] - parameters["memory"] - parameters["ngrams"],
         "memory_parameters": parameters["memory"],
         "ngram_parameters": parameters["ngrams"],
-        "state_elements": sum(block.mixer.state_elements(context) for block in mixers),
+        "state_elements": sum(layer.state_elements(context) for layer in [block.mixer for block in mixers] + fast),
         "state_access": state["access"],
         "cache_elements": state["cache"],
     }

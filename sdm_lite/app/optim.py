@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..nn import hidden_matrices, parameter_groups
+from ..nn import hidden_matrices, parameter_groups, value_tables
 from .mistakes import mistake
 from .muon import Muon
 from .settings import Settings
@@ -22,11 +22,13 @@ BASE_RATE = "base_rate"
 def build_optimizers(settings: Settings, model: nn.Module) -> list[torch.optim.Optimizer]:
     """Return Muon for the hidden matrices (where ``muon_rate`` > 0) and AdamW for everything else.
 
-    Gains, biases and whatever the layers name (gates, initial memories) get no weight decay.
+    Gains, biases and whatever the layers name (gates, initial memories) get no weight decay. Value tables have Adam
+    on the rows with a gradient alone (SparseAdam), at their own rate: the moments of the other rows stay as they are.
     """
     hidden = hidden_matrices(model)[0] if settings.muon_rate > 0 else []
     chosen = set(map(id, hidden))
     groups = parameter_groups(model, settings.weight_decay)
+    tables = groups.pop() if value_tables(model) else None
     for group in groups:
         group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
     optimizers: list[torch.optim.Optimizer] = [
@@ -34,6 +36,8 @@ def build_optimizers(settings: Settings, model: nn.Module) -> list[torch.optim.O
     ]
     if hidden:
         optimizers.append(Muon(hidden, lr=settings.muon_rate, weight_decay=settings.weight_decay))
+    if tables is not None:
+        optimizers.append(torch.optim.SparseAdam(tables["params"], lr=tables["lr"], betas=(0.9, 0.95)))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group[BASE_RATE] = group["lr"]
@@ -94,4 +98,6 @@ def load_state_tensors(
         if owner not in by_name or parameter is None or whole is None or not together or value.shape != shape:
             got = f"state for {path} {tuple(value.shape)}"
             raise mistake(command, "optimizer state", "state of this model's parameters", got, "use another checkpoint")
-        by_name[owner].state[parameter][key] = value.clone()
+        # SparseAdam counts its steps in an int: a tensor would make the bias correction float32
+        whole = owner == "SparseAdam" and key == "step"
+        by_name[owner].state[parameter][key] = int(value) if whole else value.clone()

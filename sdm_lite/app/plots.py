@@ -85,6 +85,21 @@ def slots_picture(path: Path, memories: dict[str, tuple[np.ndarray, np.ndarray]]
     _picture(path, draw, "Slots in use", caption)
 
 
+def needle_picture(path: Path, runs: dict[str, list[float]], chance: float, caption: str) -> None:
+    """Draw the accuracy of `runs` (label to accuracy by number of readings, from 0)."""
+
+    def draw(axes: Any) -> None:
+        for index, (name, shares) in enumerate(runs.items()):
+            axes.plot(range(len(shares)), shares, marker=_MARKS[index % len(_MARKS)], label=name)
+        axes.axhline(chance, color="gray", linestyle=":", linewidth=1)
+        axes.set_xticks(range(max(len(shares) for shares in runs.values())))
+        axes.set_ylim(0, 1.03)
+        axes.set_xlabel("readings of the haystack, each followed by one write")
+        axes.set_ylabel("questions answered right")
+
+    _picture(path, draw, "Needles found by re-reading", caption)
+
+
 def _picture(path: Path, draw: Callable[[Any], None], title: str, caption: str) -> None:
     figure = Figure(figsize=(7, 4.6), layout="constrained")
     axes = figure.add_subplot()

@@ -20,6 +20,8 @@ class Settings:
     ``layers`` names the layers from below; "mixer" stands for the run's ``mixer``. Sizes are as in
     :class:`sdm_lite.nn.HybridLM`; ``slots``, ``writes`` and ``reads`` are N, W and R of an SDM layer,
     ``key_dim`` the key width per head of a GDN layer (2 sqrt(N) gives both the same key columns).
+    ``memory`` places fast-weight and static product-key memories of ``sub_keys`` squared slots; the former write after
+    every ``memory_chunk`` tokens and go on from step to step.
     Recall begins with the first number of ``pairs`` and adds the next after every ``grow_every`` steps.
     A run ends at ``steps`` optimiser steps or after ``seconds`` of training, whichever comes first;
     the learning rate rises over ``warmup`` steps and falls to zero, as half a cosine, over the last
@@ -43,6 +45,9 @@ class Settings:
     key_dim: int = 64
     learn_memory: bool = True
     score_scale: float = 1.0
+    memory: tuple[str, ...] = ()
+    sub_keys: int = 64
+    memory_chunk: int = 128
     ngram_buckets: int = 8192
     tie_embeddings: bool = False
     # text
@@ -117,6 +122,8 @@ TRAIN_PRESETS: dict[str, dict[str, Any]] = {
         "reads": 8,
         "key_dim": 16,
         "ngram_buckets": 256,
+        "sub_keys": 8,
+        "memory_chunk": 16,
         "length": 64,
         "batch": 2,
         "steps": 20,

@@ -12,7 +12,7 @@ def show_accounts(console: Console, accounts: dict[str, dict[str, Any]], steps: 
     """Print what each model costs and holds; memories and n-gram tables stand apart from the parameters."""
     table = Table(title="What is compared", title_justify="left")
     table.add_column("mixer")
-    for head in ("MFLOPs per token", "parameters", "memory M0", "n-gram tables", "state elements", "steps"):
+    for head in ("MFLOPs per token", "parameters", "memory tables", "n-gram tables", "state elements", "steps"):
         table.add_column(head, justify="right")
     for name, account in accounts.items():
         table.add_row(
@@ -26,7 +26,7 @@ def show_accounts(console: Console, accounts: dict[str, dict[str, Any]], steps: 
         )
     console.print(table)
     console.print(
-        "FLOPs of one token's forward pass; state: what the global mixer keeps per sequence. Memory and n-gram"
+        "FLOPs of one token's forward pass; state: what the global mixer and fast weights keep. Memory and n-gram"
         " tables are looked up, not multiplied: they add parameters, hardly FLOPs.",
         style="dim",
     )

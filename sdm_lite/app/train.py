@@ -22,13 +22,16 @@ COMMAND = "train"
 LOSS_PICTURE, POSITION_PICTURE = "loss.png", "perplexity_by_position.png"
 #: options that are settings, under the same name
 OPTIONS = (
-    "mixer data steps seconds seed dim length batch slots writes reads learning_rate muon_rate window hidden".split()
+    "mixer data steps seconds seed dim length batch slots writes reads learning_rate muon_rate window hidden"
+    " memory sub_keys memory_chunk".split()
 )
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Train what the options ask for; return the exit code."""
     given = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
+    if "memory" in given:
+        given["memory"] = tuple(given["memory"])
     if given.get("data") is not None:
         given["data"] = os.path.abspath(given["data"])  # a resumed run may start in another folder
     out, resume = choose_folder(COMMAND, options)

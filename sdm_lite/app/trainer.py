@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..nn import carry_fast_weights, clip_gradients
 from ..whole_files import write_whole
 from . import checkpoint, optim
 from .mistakes import mistake
@@ -195,9 +196,10 @@ class Trainer:
             raise mistake(self.command, f"loss at step {self.step + 1}", "a finite number", str(value), fix)
         self._forget_gradients()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip).item()
+        norm, _ = clip_gradients(self.model, settings.clip)
         for optimizer in self.optimizers:
             optimizer.step()
+        carry_fast_weights(self.model)
         taken = time.perf_counter() - started
         self.step += 1
         self.elapsed += taken

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,15 +26,22 @@ class GatedMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)) if `mlp_hidden` is not 0."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)) if `mlp_hidden` is not 0.
 
-    def __init__(self, dim: int, kind: str, mixer: nn.Module, mlp_hidden: int) -> None:
+    `memories` may hold "fwpkm", which comes first, x + fwpkm(x), and "pkm", which takes the MLP's place.
+    """
+
+    def __init__(
+        self, dim: int, kind: str, mixer: nn.Module, mlp_hidden: int, memories: Mapping[str, nn.Module] | None = None
+    ) -> None:
         super().__init__()
+        memories = memories or {}
         self.kind = kind
+        self.fwpkm = memories.get("fwpkm")
         self.mixer_norm = nn.RMSNorm(dim, eps=1e-6)
         self.mixer = mixer
-        self.mlp_norm = nn.RMSNorm(dim, eps=1e-6) if mlp_hidden else None
-        self.mlp = GatedMLP(dim, mlp_hidden) if mlp_hidden else None
+        self.mlp = memories.get("pkm") or (GatedMLP(dim, mlp_hidden) if mlp_hidden else None)
+        self.mlp_norm = None if self.mlp is None else nn.RMSNorm(dim, eps=1e-6)
 
     @torch.no_grad()
     def scale_outputs(self, factor: float) -> None:
@@ -43,12 +52,24 @@ class Block(nn.Module):
                     getattr(module, name).weight.mul_(factor)
 
     def forward(
-        self, x: Tensor, state: MixerState | None, ids: object, return_state: bool, inplace: bool
+        self,
+        x: Tensor,
+        state: MixerState | None,
+        ids: object,
+        return_state: bool,
+        inplace: bool,
+        update: bool = True,
     ) -> tuple[Tensor, MixerState | None]:
-        """Return (x [B, T, dim], the mixer's state); `ids` goes to sparse memories only."""
+        """Return (x [B, T, dim], the state); `ids` goes to sparse memories only, `update` to fast-weight memories."""
         extra = {"ids": ids} if self.kind == "sdm" else {}
+        fast = None
+        if self.fwpkm is not None:
+            y, fast = self.fwpkm(x, None if state is None else state.fast, update=update)
+            x = x + y
         y, state = self.mixer(self.mixer_norm(x), state, return_state=return_state, inplace=inplace, **extra)
         x = x + y
+        if state is not None:
+            state.fast = fast
         return (x if self.mlp is None or self.mlp_norm is None else x + self.mlp(self.mlp_norm(x))), state
 
 

@@ -135,6 +135,7 @@ class HybridState:
         dense = 0
         for layer in self.layers:
             parts = [layer.memory, layer.keys, layer.values, *layer.taps.values()]
+            dense += 0 if layer.fast is None else layer.fast.nbytes().owned
             dense += sum(part.nbytes for part in parts if isinstance(part, Tensor))
         sizes = [memory.nbytes() for _, memory in self.memories()]
         return CacheBytes(sum(one.shared for one in sizes), sum(one.owned for one in sizes), dense)
@@ -197,6 +198,9 @@ class HybridState:
             got, fix = "none yet", "pass the cache to the model first"
             raise ValueRangeError(message(op, "cache", "sequences", got, fix))
         self.check_whole(op)
+        if any(layer.fast is not None and not layer.fast.per_sequence for layer in self.layers):
+            got, fix = "one set for the batch", "begin the cache in eval mode, or with per_sequence=True"
+            raise ValueRangeError(message(op, "cache", "fast weights per sequence", got, fix))
         listed = indices.tolist() if hasattr(indices, "tolist") else indices
         if not isinstance(listed, (list, tuple, range)):
             raise ShapeError(message(op, "indices", "a sequence of indices", repr(indices), "pass a list"))

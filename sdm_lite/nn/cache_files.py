@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendError, FileError, FileFormatError, ValueRangeError, message
+from ..fwpkm_state import FwPKMState
 from ..memory_state import MemoryState
 from ..memory_state import files as memory_files
 from ..whole_files import write_whole
@@ -65,6 +66,8 @@ def save(cache: HybridState, path: Path, of: str | None = None) -> None:
             parts["memory_file"] = _bytes_of(layer.memory)
         else:
             parts["memory"] = layer.memory
+        if layer.fast is not None:
+            parts["fast_file"] = _bytes_of(layer.fast)
         tensors |= {f"layers.{index}.{name}": part for name, part in parts.items() if part is not None}
     whole = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     notes = {"format": FORMAT, "config": json.dumps(cache.config), "of": of or ""}
@@ -175,6 +178,8 @@ def _built(path: Path, tensors: dict[str, Tensor], model: HybridLM) -> HybridSta
             if layer.memory.tokens.tolist() != positions.tolist():
                 got = str(layer.memory.tokens.tolist())
                 raise _damaged(path, f"{positions.tolist()} tokens in the memory of layer {index}", got)
+        if "fast_file" in mine:
+            layer.fast = _fast_of(path, mine["fast_file"], block.fwpkm, index)
         layers.append(layer)
     return HybridState(layers, recent, model.config)
 
@@ -210,6 +215,8 @@ def _check_shapes(path: Path, shapes: dict[str, _SIZES], model: HybridLM) -> Non
         if block.kind == "sdm":  # dense, copy-on-write, or not there where nothing was written
             kept = [name for name in ("memory", "memory_file") if f"layers.{index}.{name}" in shapes][:1]
             parts = {name: parts[name] for name in parts if not name.startswith("memory") or name in kept}
+        if block.fwpkm is not None:
+            parts["fast_file"] = (None,)
         expected |= {f"layers.{index}.{name}": shape for name, shape in parts.items()}
     for name in {**expected, **shapes}:
         wanted, shape = expected.get(name), shapes.get(name)
@@ -239,8 +246,8 @@ def layer_shapes(mixer: Any, kind: str, batch: int) -> dict[str, tuple[int | Non
     return shapes
 
 
-def _bytes_of(memory: MemoryState) -> Tensor:
-    """Return the file of a MemoryState as uint8 [n]."""
+def _bytes_of(memory: MemoryState | FwPKMState) -> Tensor:
+    """Return the file of a state as uint8 [n]."""
     with tempfile.TemporaryDirectory() as folder:
         inner = Path(folder) / "memory.safetensors"
         memory.save(inner)
@@ -259,6 +266,16 @@ def _memory_of(contents: Tensor, mixer: Any) -> MemoryState:
     """Return the MemoryState whose file `contents` is."""
     dtype = mixer.initial_memory().dtype
     return _with_file(contents, lambda inner: MemoryState.load(inner, initial=mixer.memory_origin(), dtype=dtype))
+
+
+def _fast_of(path: Path, contents: Tensor, layer: Any, index: int) -> FwPKMState:
+    """Return the FwPKMState whose file `contents` is, of the shapes of `layer`."""
+    fast = _with_file(contents, FwPKMState.load)
+    wanted = [tuple(layer.keys.shape), tuple(layer.values.shape)]
+    got = [tuple(shape) for shape in fast.lane_shapes()]
+    if got != wanted:
+        raise _damaged(path, f"fast weights {wanted} in layer {index}", str(got))
+    return fast
 
 
 def _digest(tensors: dict[str, Tensor], notes: dict[str, str]) -> str:

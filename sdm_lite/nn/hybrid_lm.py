@@ -17,6 +17,7 @@ from .checks import check_ids, check_vectors
 from .gated_delta_net import GatedDeltaNet
 from .gates import choose
 from .generate import generate
+from .memory_layers import MEMORIES, layers_with, memories_of
 from .short_conv import GatedShortConv
 from .sparse_delta_memory import SparseDeltaMemory
 from .state import MixerState, refuse_gradients
@@ -77,8 +78,9 @@ class HybridLM(nn.Module):
         Rows for each of the hashed 2-, 3- and 4-gram embeddings; 0: none.
     hash_ids : {"position", "token", "previous"}
         What "hash" addressing hashes; "previous": the previous token for writes and the token for reads.
-    memory : sequence
-        Must be empty in this release.
+    memory : sequence of "fwpkm@LAYERS" and "pkm@LAYERS"
+        Layers, counted from 1, that have an :class:`FwPKM` before the token mixer, or a :class:`ProductKeyMemory` in
+        the MLP's place: ("fwpkm@1,3", "pkm@2"). `options` has their arguments, {"fwpkm": {"sub_keys": 32}}.
 
     Raises
     ------
@@ -123,13 +125,16 @@ class HybridLM(nn.Module):
         self.config: dict[str, Any] = {name: given[name] for name in given if name not in ("self", "__class__")}
         self.config["layers"] = kinds = layer_kinds(num_layers, mixer, mixer_every, layers)
         self.config["options"] = {kind: dict(extra) for kind, extra in (options or {}).items()}
-        self.config["memory"] = list(memory)
+        self.config["memory"] = [memory] if isinstance(memory, str) else list(memory)
         self._check()
         self.hash_ids = hash_ids
         hidden = 2 * dim if mlp_hidden is None else mlp_hidden
         self.embedding = nn.Embedding(vocab_size, dim)
         self.ngrams = NgramEmbedding(ngram_buckets, dim) if ngram_buckets else None
-        self.blocks = nn.ModuleList(Block(dim, kind, self._mixer(kind), hidden) for kind in kinds)
+        memories = memories_of(dim, self.config["memory"], self.config["options"], num_layers)
+        self.blocks = nn.ModuleList(
+            Block(dim, kind, self._mixer(kind), hidden, extra) for kind, extra in zip(kinds, memories)
+        )
         self.norm = nn.RMSNorm(dim, eps=1e-6)
         self.head = None if tie_embeddings else nn.Linear(dim, vocab_size, bias=False)
         nn.init.constant_(self.norm.weight, head_gain)
@@ -145,10 +150,8 @@ class HybridLM(nn.Module):
         config, op = self.config, _NAME
         choose(op, "hash_ids", config["hash_ids"], HASH_IDS)
         for kind in config["options"]:
-            choose(op, "options", kind, KINDS)
-        if config["memory"]:
-            got, fix = str(config["memory"]), "leave memory empty"
-            raise ValueRangeError(message(op, "memory", "no memory layers in this release", got, fix))
+            choose(op, "options", kind, (*KINDS, *MEMORIES))
+        layers_with(op, config["memory"], config["num_layers"])
         if config["zero_head"] and config["tie_embeddings"]:
             got = "zero_head=True with tie_embeddings=True"
             raise ValueRangeError(message(op, "zero_head", "an untied head", got, "set tie_embeddings=False"))
@@ -179,6 +182,7 @@ class HybridLM(nn.Module):
         *,
         return_state: bool | None = None,
         inplace: bool = False,
+        update: bool = True,
     ) -> Any:
         """Return logits [B, T, vocab_size], or (logits, state) if a state was passed or asked for.
 
@@ -192,6 +196,8 @@ class HybridLM(nn.Module):
         inplace : bool
             Update the passed state itself instead of making another; no gradients. A state whose memories are
             MemoryStates, as those of a decoding cache are, is always updated.
+        update : bool
+            Whether fast-weight memories write; False: they are read only.
 
         Raises
         ------
@@ -203,11 +209,17 @@ class HybridLM(nn.Module):
             layer has moved changes nothing; after one that cut a call off, the state only takes a rollback.
         """
         hand_back = state is not None if return_state is None else return_state
-        x, after = self.features(ids, state, return_state=hand_back, inplace=inplace)
+        x, after = self.features(ids, state, return_state=hand_back, inplace=inplace, update=update)
         return (self.logits(x), after) if hand_back else self.logits(x)
 
     def features(
-        self, ids: Tensor, state: HybridState | None = None, *, return_state: bool = False, inplace: bool = False
+        self,
+        ids: Tensor,
+        state: HybridState | None = None,
+        *,
+        return_state: bool = False,
+        inplace: bool = False,
+        update: bool = True,
     ) -> tuple[Tensor, HybridState | None]:
         """Return (the vectors [B, T, dim] that the head sees, the state or None), as :meth:`forward`.
 
@@ -219,29 +231,37 @@ class HybridLM(nn.Module):
         state.bind(self.config, ids.shape[0])
         if inplace or any(True for _ in state.memories()):
             refuse_gradients("HybridLM", "state", self)
-            return self._update(ids, state), state if return_state else None
+            return self._update(ids, state, update), state if return_state else None
         x, hash_ids, recent = self.embed(ids, state.recent)
         after: list[Any] = []
-        x = self._through(x, state, hash_ids, after, return_state, inplace=False)
+        x = self._through(x, state, hash_ids, after, return_state, inplace=False, update=update)
         return self.norm(x), HybridState(after, recent, self.config) if return_state else None
 
     def _through(
-        self, x: Tensor, state: HybridState, hash_ids: Any, after: list[Any], return_state: bool, *, inplace: bool
+        self,
+        x: Tensor,
+        state: HybridState,
+        hash_ids: Any,
+        after: list[Any],
+        return_state: bool,
+        *,
+        inplace: bool,
+        update: bool,
     ) -> Tensor:
         """Return x behind all layers; each appends its state to `after`."""
         # a state in place exists, if only as one that stands before the first token
         before = state.layers or [MixerState() if inplace else None for _ in self.blocks]
         for index, block in enumerate(self.blocks):
-            x, one = block(x, before[index], hash_ids, return_state, inplace)
+            x, one = block(x, before[index], hash_ids, return_state, inplace, update)
             after.append(one)
         return x
 
-    def _update(self, ids: Tensor, state: HybridState) -> Tensor:
+    def _update(self, ids: Tensor, state: HybridState, update: bool) -> Tensor:
         """Return the features and move `state` on."""
         x, hash_ids, recent = self.embed(ids, state.recent)
         after: list[Any] = []
         try:
-            x = self._through(x, state, hash_ids, after, True, inplace=True)
+            x = self._through(x, state, hash_ids, after, True, inplace=True, update=update)
         except BaseException as error:
             # what a layer refuses, it refuses before it moves
             state.interrupted = bool(state.layers) and (bool(after) or not isinstance(error, SdmError))

@@ -30,6 +30,8 @@ class MixerState:
         one that has seen fewer tokens has none in the first columns.
     room : tuple of two Tensors [B, num_kv_heads, capacity, head_dim] or None
         The buffers that begin with `keys` and `values`, where calls in place append to them.
+    fast : FwPKMState or None
+        Of the fast-weight memory before the mixer, which no call modifies.
     """
 
     position: int | Tensor = 0
@@ -38,6 +40,7 @@ class MixerState:
     keys: Tensor | None = None
     values: Tensor | None = None
     room: tuple[Tensor, Tensor] | None = None
+    fast: Any = None
 
     def advanced(self, tokens: int, memory: Any, taps: dict[str, Tensor]) -> MixerState:
         """Return the state of a recurrent layer `tokens` later; the taps are copied, as they are views of a batch."""
@@ -52,14 +55,14 @@ class MixerState:
     def map(self, f: Callable[[Tensor], Tensor]) -> MixerState:
         """Return a new state with `f` applied to every tensor, for instance ``torch.Tensor.detach`` or ``clone``.
 
-        A MemoryState is no tensor: the new state has the same one.
+        A MemoryState and `fast` are no tensors: the new state has the same ones.
         """
 
         def maybe(x: Any) -> Any:
             return f(x) if isinstance(x, Tensor) else x
 
         taps = {name: f(last) for name, last in self.taps.items()}
-        return MixerState(self.position, maybe(self.memory), taps, maybe(self.keys), maybe(self.values))
+        return MixerState(self.position, maybe(self.memory), taps, maybe(self.keys), maybe(self.values), fast=self.fast)
 
     @property
     def batch(self) -> int | None:
@@ -89,6 +92,7 @@ class MixerState:
             after = replace(after, room=(keys, values), keys=keys[:, :, :tokens], values=values[:, :, :tokens])
         position = torch.full_like(sources, self.position) if isinstance(self.position, int) else self.position[sources]
         after.position = tidy(position.masked_fill(fresh, 0))
+        after.fast = None if self.fast is None else _chosen_lanes(self.fast, sources)
         return after._trimmed()
 
     def _trimmed(self) -> MixerState:
@@ -101,6 +105,16 @@ class MixerState:
             return self
         keys, values = (part[:, :, first:].clone() for part in (self.keys, self.values))
         return replace(self, keys=keys, values=values, room=None)
+
+
+def _chosen_lanes(fast: Any, sources: Tensor) -> Any:
+    """Return the FwPKMState, one per sequence, of the sequences `sources`, as :meth:`MixerState.select`."""
+    old = (sources >= 0).nonzero()[:, 0]
+    after = fast.fork(sources[old].tolist())
+    after.append(len(sources) - len(old))
+    places = torch.cat([old, (sources < 0).nonzero()[:, 0]])  # where each of `after` belongs
+    after.reorder(places.argsort().tolist())
+    return after
 
 
 def tidy(position: Tensor) -> int | Tensor:
