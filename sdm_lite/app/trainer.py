@@ -42,10 +42,10 @@ class Task(Protocol):
     def batch(self, step: int) -> Any:
         """Return the batch of `step`."""
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    def loss(self, model: Any, batch: Any) -> tuple[torch.Tensor, int]:
         """Return the mean loss in nats and the number of tokens that the model read."""
 
-    def evaluate(self, model: nn.Module, note: Callable[[str], None]) -> dict[str, Any]:
+    def evaluate(self, model: Any, note: Callable[[str], None]) -> dict[str, Any]:
         """Return the measurements, as JSON; call `note` between the parts."""
 
 

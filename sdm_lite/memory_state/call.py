@@ -160,4 +160,4 @@ def _check_values(op: str, inputs: DeltaInputs, num_slots: int, padded: np.ndarr
             read_slots=np.where(keep, inputs.read_slots, np.arange(inputs.read_slots.shape[3], dtype=np.int32)),
             log_decay=np.where(keep, inputs.log_decay, inputs.log_decay.dtype.type(0)),
         )
-    validate.check_delta_values(op, call, num_slots)
+    validate.check_delta_values(op, call, num_slots, check=True)

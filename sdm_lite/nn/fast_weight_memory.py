@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import DtypeError, ShapeError, ValueRangeError, message
+from ..errors import DtypeError, ValueRangeError, message
 from ..fwpkm_op import fwpkm
 from ..fwpkm_state import FwPKMState
 from ..product_key_memory import idw_product_key_topk
+from .checks import check_vectors
 from .gates import choose, plain_precision, widen
 from .product_key_memory import check_table
 
@@ -160,9 +161,7 @@ class FwPKM(nn.Module):
         ShapeError, DtypeError
             For an x or a state of another layer or batch.
         """
-        if x.ndim != 3 or x.shape[-1] != self.dim:
-            expected = f"[B, T, {self.dim}]"
-            raise ShapeError(message(_NAME, "x", expected, str(list(x.shape)), "pass a batch of vectors"))
+        check_vectors(_NAME, x, self.dim, self.Wq.weight)
         if state is not None and not isinstance(state, FwPKMState):
             fix = "pass what the previous call returned, or None"
             raise DtypeError(message(_NAME, "state", "an FwPKMState", type(state).__name__, fix))

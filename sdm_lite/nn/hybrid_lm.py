@@ -250,7 +250,7 @@ class HybridLM(nn.Module):
     ) -> Tensor:
         """Return x behind all layers; each appends its state to `after`."""
         # a state in place exists, if only as one that stands before the first token
-        before = state.layers or [MixerState() if inplace else None for _ in self.blocks]
+        before: list[Any] = list(state.layers) or [MixerState() if inplace else None for _ in self.blocks]
         for index, block in enumerate(self.blocks):
             x, one = block(x, before[index], hash_ids, return_state, inplace, update)
             after.append(one)

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import ShapeError, ValueRangeError, message
+from ..errors import ValueRangeError, message
 from ..ops import product_key_topk
 from ..product_key_memory import embedding_bag
+from .checks import check_vectors
 from .gates import choose, plain_precision, widen
 from .usage import SlotUsage
 
@@ -129,9 +130,7 @@ class ProductKeyMemory(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return y [..., dim] of x [..., dim]."""
-        if x.shape[-1:] != (self.dim,):
-            expected, fix = f"[..., {self.dim}]", "pass vectors of the layer's width"
-            raise ShapeError(message(_NAME, "x", expected, str(list(x.shape)), fix))
+        check_vectors(_NAME, x, self.dim, self.Wq.weight, rank=None)
         weights, slots = self.addresses(x)
         if self.usage is not None:
             self.usage.add(slots)
