@@ -97,7 +97,7 @@ def common_device(op: str, named: dict[str, Any]) -> str:
 
 
 def _device_of(x: Any) -> str:
-    x = _untaped(x)
+    x = untaped(x)
     if isinstance(x, np.ndarray):
         return "cpu"
     if module_of(x) is not np:
@@ -110,7 +110,8 @@ def _device_of(x: Any) -> str:
     return f"cuda:{_on_gpu(x).device.id}" if _cuda_room_state() == "ready" else "a GPU"
 
 
-def _untaped(x: Any) -> Any:
+def untaped(x: Any) -> Any:
+    """Return a tape Tensor's array, anything else as it is."""
     tape = sys.modules.get("sdm_lite.autograd")
     return x.data if tape is not None and isinstance(x, tape.Tensor) else x
 
@@ -129,7 +130,7 @@ def _on_gpu(x: Any) -> Any:
 
 def to_room(op: str, name: str, x: Any) -> Any:
     """Return a NumPy view of x (a CuPy one, where x is on a GPU), without a copy; bf16 is not viewed here."""
-    x = _untaped(x)
+    x = untaped(x)
     if not isinstance(x, np.ndarray):
         if module_of(x) is np:
             host = _device_of(x) == "cpu"

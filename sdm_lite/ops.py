@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,21 @@ _FOREIGN = ("dlpack", "cuda_array")  # kinds that are worked on as views
 _Call = tuple[Any, Any, Any, Any, Any, Any, Any]  # DeltaInputs without cu_seqlens
 
 
+def _on_its_device(op: Callable) -> Callable:
+    """Make an op work on the GPU of its first argument, whichever is current; torch's bridge does so for tensors."""
+
+    @functools.wraps(op)
+    def run(*args: Any, **options: Any) -> Any:
+        first = arrays.untaped(args[0] if args else next(iter(options.values()), None))
+        if arrays.module_of(first) is np:
+            return op(*args, **options)
+        with first.device:
+            return op(*args, **options)
+
+    return run
+
+
+@_on_its_device
 def product_key_topk(scores: Any, k: int, *, factors: Any = None, backend: str | None = None) -> tuple[Any, Any]:
     """Select the k best slots of a product of factors, exactly, without forming the N scores.
 
@@ -84,6 +100,7 @@ def product_key_topk(scores: Any, k: int, *, factors: Any = None, backend: str |
     return arrays.like(given, kind, values.reshape(shape)), arrays.like(given, kind, slots.reshape(shape))
 
 
+@_on_its_device
 def hash_slots(ids: Any, num_slots: int, k: int, *, seed: int = 0, backend: str | None = None) -> Any:
     """Draw k distinct slots from a seeded hash of each id: the control without content (spec section 2).
 
@@ -134,6 +151,7 @@ def hash_slots(ids: Any, num_slots: int, k: int, *, seed: int = 0, backend: str 
     return arrays.like(given, kind, slots.reshape(*array.shape, k))
 
 
+@_on_its_device
 def sparse_delta_rule(
     values: Any,
     write_slots: Any,
@@ -241,6 +259,7 @@ def sparse_delta_rule(
     return arrays.like(given[0], kind, arrays.from_float(readings, call[0].dtype)), final
 
 
+@_on_its_device
 def sparse_delta_rule_(
     values: Any,
     write_slots: Any,

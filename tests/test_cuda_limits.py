@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-import types
 
 import fake_cupy
 import numpy as np
@@ -260,7 +259,7 @@ def test_host_arrays_do_not_go_to_the_cuda_room_nor_device_arrays_to_another(cup
 
 def test_devices_do_not_mix(cupy):
     x = [cupy.asarray(np.zeros(shape, dtype)) for shape, dtype in ARGUMENTS]
-    x[4].device = types.SimpleNamespace(id=1)
+    x[4].device = fake_cupy._Device(1)
     with pytest.raises(errors.DeviceError, match="beta: expected an array on cuda:0, got this array is on cuda:1"):
         sdm_lite.sparse_delta_rule(*x)
     x[4] = np.zeros(ARGUMENTS[4][0], np.float32)
@@ -273,6 +272,16 @@ ARGUMENTS = [
     ((*TOKEN, 5), np.float32), ((*TOKEN, 2), np.int32), ((*TOKEN, 2), np.float32), (TOKEN, np.float32),
     (TOKEN, np.float32), ((*TOKEN, 2), np.int32), ((*TOKEN, 2), np.float32), ((1, 2, 8, 5), np.float32),
 ]  # fmt: skip
+
+
+def test_calls_run_on_the_device_of_their_arrays(cupy):
+    cupy.run = False
+    scores = cupy.asarray(np.zeros((2, 8), np.float32))
+    scores.device = fake_cupy._Device(1)
+    seen = []
+    cupy.ascontiguousarray = lambda x, dtype=None: seen.append(cupy.current) or x
+    sdm_lite.product_key_topk(scores, 2)
+    assert seen == [1] and cupy.current == 0
 
 
 # ---- memory and graphs --------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __init__(self, host: np.ndarray, owner=None):
         self.host, self.owner = np.asarray(host), owner
-        self.device = types.SimpleNamespace(id=0)
+        self.device = _Device(0)
 
     def __getattr__(self, name):
         if name in _KEPT:
