@@ -12,7 +12,7 @@ if _find_spec("torch") is None:
 from .accounting import flops_per_token, parameter_counts, state_elements
 from .attention import FullAttention, SlidingWindowAttention
 from .cache import CacheMark, HybridState
-from .fast_weight_memory import FwPKM, carry_fast_weights
+from .fwpkm_layer import FwPKM, carry_fast_weights
 from .gated_delta_net import GatedDeltaNet, gated_delta_rule
 from .generate import generate, stream_tokens
 from .groups import clip_gradients, hidden_matrices, parameter_groups, value_tables

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ValueRangeError, message
-from .fast_weight_memory import FwPKM
+from .fwpkm_layer import FwPKM
 from .product_key_memory import ProductKeyMemory
 
 MEMORIES: dict[str, type[nn.Module]] = {"fwpkm": FwPKM, "pkm": ProductKeyMemory}
