@@ -163,7 +163,8 @@ def wants_state(
         shapes["memory"] = memory
     if cache is not None:
         shapes["keys"] = shapes["values"] = (cache[0], None, cache[1])
-    for name, conv in () if taps is None else taps.items():
+    convs: dict[str, Any] = {} if taps is None else dict(taps.items())
+    for name, conv in convs.items():
         channels, _, width = conv.weight.shape
         shapes[f"taps[{name!r}]"] = (width - 1, channels)
     for name, part in state.parts().items():
