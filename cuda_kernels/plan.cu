@@ -67,7 +67,7 @@ __device__ __forceinline__ int cut(const int* earlier, int tokens, int uses, int
 }
 
 template <int THREADS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 1)
     plan_rows(const int* write_slots, const int* read_slots, const long long* cu_seqlens, int tokens, int heads,
               int writes, int reads, int window, int windows, int row_budget, int row_stride, RowEntry* rows,
               int* rows_from, unsigned short* place_w, unsigned short* place_r) {
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(THREADS)
 
 // Number a lane's chunks: token t begins one where rows_from is not 0.
 template <int THREADS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 1)
     plan_chunks(const int* rows_from, const long long* cu_seqlens, int tokens, int heads, int* row_count,
                 int* chunk_start, int* chunks) {
   const Lane lane = lane_at(blockIdx.x, heads, tokens, cu_seqlens);
@@ -171,7 +171,7 @@ __device__ __forceinline__ unsigned short place_of(unsigned slot, const RowEntry
 }
 
 template <int THREADS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 1)
     plan_links(RowEntry* rows, const int* row_count, const int* chunk_start, const int* chunks,
                const long long* cu_seqlens, int tokens, int heads, int window, int windows, int row_stride) {
   const Window w = window_at(blockIdx.x, windows, window, heads, tokens, cu_seqlens);

@@ -135,7 +135,7 @@ struct TopK {
 };
 
 template <typename Score, int THREADS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 1)
     product_key_topk_forward(const Score* scores, const int* widths, int factors, int columns, int k, int candidates,
                              typename Wide<Score>::Value* values, int* slots) {
   const long long row = blockIdx.x;

@@ -90,7 +90,7 @@ def _compile(file: str, expression: str, options: tuple[str, ...]) -> Figures:
     log = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
     _checked(nvrtc.nvrtcGetProgramLog(program, log))
     if int(result[0]):
-        raise CompileError(f"{file}: {expression}, {options[-2]}:\n{log.decode()}")
+        raise CompileError(f"{file}: {expression}, {' '.join(options)}:\n{log.decode()}")
     nvrtc.nvrtcDestroyProgram(program)
     text = log.decode()
 
