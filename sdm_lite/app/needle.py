@@ -57,7 +57,7 @@ class NeedleSettings:
     filler: int = 32
     dim: int = 64
     sub_keys: int = 16
-    steps: int = 200
+    steps: int = 300
     batch: int = 8
     learning_rate: float = 1e-2
     warmup: int = 20
