@@ -88,8 +88,10 @@ class Settings:
             raise mistake(command, "settings", "a value for every setting", got, "start a new run")
         values: dict[str, Any] = {name: tuple(v) if isinstance(v := stored[name], list) else v for name in names}
         for field in dataclasses.fields(cls):
-            if not _is_of(str(field.type), values[field.name]):
-                got = f"{values[field.name]!r:.40}"
+            value = values[field.name]
+            emptied = value == () and field.default != ()
+            if emptied or not _is_of(str(field.type), value):
+                got = f"{value!r:.40}"
                 raise mistake(command, f"setting {field.name}", str(field.type), got, "start a new run")
         return cls(**values)
 
@@ -98,7 +100,7 @@ def _is_of(kind: str, value: Any) -> bool:
     """Return whether `value` has the type of a setting, as its field names it."""
     if kind.startswith("tuple"):
         inner = int if "int" in kind else str
-        return isinstance(value, tuple) and bool(value) and all(type(one) is inner for one in value)
+        return isinstance(value, tuple) and all(type(one) is inner for one in value)
     allowed = kind.split(" | ")
     return (
         type(value).__name__ in allowed
@@ -187,7 +189,7 @@ def choose(command: str, presets: dict[str, dict[str, Any]], preset: str, given:
 
 #: settings that are whole numbers from 1, from 0, and finite numbers from 0
 _FROM_ONE = "steps length batch dim slots writes reads window heads kv_heads mixer_heads key_dim keys values".split()
-_FROM_ONE += "tokens max_rows eval_queries long_documents".split()
+_FROM_ONE += "tokens max_rows eval_queries long_documents sub_keys memory_chunk".split()
 _FROM_ZERO = "hidden ngram_buckets grow_every warmup".split()
 _NUMBERS = "seconds learning_rate muon_rate weight_decay clip decay".split()
 
