@@ -14,7 +14,8 @@ from .muon import Muon
 from .settings import Settings
 
 #: what each optimiser keeps of a parameter: True where it has the parameter's shape, else one number
-_KEPT = {"AdamW": {"step": False, "exp_avg": True, "exp_avg_sq": True}, "Muon": {"momentum_buffer": True}}
+_ADAM = {"step": False, "exp_avg": True, "exp_avg_sq": True}
+_KEPT = {"AdamW": _ADAM, "SparseAdam": _ADAM, "Muon": {"momentum_buffer": True}}
 #: the name under which each group keeps its full learning rate
 BASE_RATE = "base_rate"
 
@@ -99,5 +100,5 @@ def load_state_tensors(
             got = f"state for {path} {tuple(value.shape)}"
             raise mistake(command, "optimizer state", "state of this model's parameters", got, "use another checkpoint")
         # SparseAdam counts its steps in an int: a tensor would make the bias correction float32
-        whole = owner == "SparseAdam" and key == "step"
-        by_name[owner].state[parameter][key] = int(value) if whole else value.clone()
+        counts = owner == "SparseAdam" and key == "step"
+        by_name[owner].state[parameter][key] = int(value) if counts else value.clone()
