@@ -63,6 +63,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> object:
     """Import what needs Numba when it is first used: `import sdm_lite` stays quick."""
     if name == "MemoryState":

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pathlib
-import tempfile
 import zipfile
 from typing import Any
 
 import numpy as np
 
-from .errors import ValueRangeError, message
+from .errors import FileError, FileFormatError, message
 from .fwpkm_stream import StreamCall, StreamOptions
 from .row_table import RowTable
+from .whole_files import write_whole
 
 FORMAT = "sdm_lite fwpkm state 1"
 _PAST = ("queries", "values", "gates", "mask")
@@ -37,20 +36,20 @@ def save(path: Any, start: Any, lanes: Any, per_sequence: bool, options: StreamO
     header = {"format": FORMAT, "per_sequence": per_sequence, "lanes": None if lanes is None else notes}
     header["options"] = None if options is None else vars(options)
     found["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    path = pathlib.Path(path)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".part", delete=False) as file:
-        try:
+
+    def write(temporary: pathlib.Path) -> None:
+        with open(temporary, "wb") as file:  # savez would add a suffix to a name
             np.savez(file, **found)
-            file.flush()
-            os.fsync(file.fileno())
-        except BaseException:
-            os.unlink(file.name)
-            raise
-    os.replace(file.name, path)
+
+    try:
+        write_whole(pathlib.Path(path), write)
+    except OSError as error:
+        got, fix = error.strerror or str(error), "check the folder, its permissions and the disk"
+        raise FileError(message("FwPKMState.save", str(path), "a file that can be written", got, fix)) from error
 
 
 def load(path: Any, lane_type: Any) -> tuple[Any, Any, bool, StreamOptions | None]:
-    """Return (start, lanes, per_sequence, options), or raise ValueRangeError where the file is no whole state."""
+    """Return (start, lanes, per_sequence, options), or raise FileFormatError where the file is no whole state."""
     try:
         found = _arrays(path)
         header = json.loads(found["header"].tobytes())
@@ -64,7 +63,10 @@ def load(path: Any, lane_type: Any) -> tuple[Any, Any, bool, StreamOptions | Non
         return start, lanes, bool(header["per_sequence"]), options
     except (zipfile.BadZipFile, ValueError, KeyError, TypeError, EOFError, IndexError) as error:
         fix = "save the state again"
-        raise ValueRangeError(message("FwPKMState.load", "path", "a whole saved state", str(error), fix)) from error
+        raise FileFormatError(message("FwPKMState.load", str(path), "a whole saved state", str(error), fix)) from error
+    except OSError as error:
+        got, fix = error.strerror or str(error), "check the path"
+        raise FileError(message("FwPKMState.load", str(path), "a file that can be read", got, fix)) from error
 
 
 def _lane(found: dict[str, np.ndarray], i: int, note: dict, start: Any, lane_type: Any) -> Any:

@@ -162,6 +162,11 @@ class FwPKMState:
 
     # ---- what it holds ----------------------------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        keys, (slots, width) = self.lane_shapes()
+        whose = f"{len(self._known())} memories" if self.per_sequence else "one memory"
+        return f"FwPKMState({whose} of {slots} x {width}, keys {list(keys)}, {self.dtype}, position {self.position})"
+
     @property
     def dtype(self) -> np.dtype:
         """The dtype of keys and values, and of all arithmetic."""
@@ -365,8 +370,15 @@ class FwPKMState:
         return index
 
     def _picked(self, indices: Sequence[int] | None, verb: str) -> list[Lane]:
-        if indices is None or self._lanes is None:
+        if indices is None:
             return self._known()
+        if not isinstance(indices, (Sequence, np.ndarray)) or isinstance(indices, str):
+            got, fix = f"{indices!r:.40}", "pass a list"
+            raise ShapeError(message(f"FwPKMState.{verb}", "indices", "a sequence of indices", got, fix))
+        if not self.per_sequence and self._known()[0].batch() is None:
+            fix = "leave indices out, or make the state with per_sequence=True"
+            got = "one memory for all, and no open chunk to pick sequences of"
+            raise ValueRangeError(message(f"FwPKMState.{verb}", "indices", "sequences", got, fix))
         places = [self._index(verb, i) for i in indices]
         if self.per_sequence:
             return [self._known()[i] for i in places]
@@ -377,12 +389,15 @@ class FwPKMState:
     # ---- files ------------------------------------------------------------------------------------------------------
 
     def save(self, path: Any) -> None:
-        """Write the state, start included, marks not; to a temporary name first, then renamed."""
+        """Write the state, start included, marks not; to a temporary name first, then renamed. Raises FileError."""
         fwpkm_files.save(path, self._start, self._lanes, self.per_sequence, self._options)
 
     @classmethod
     def load(cls, path: Any) -> FwPKMState:
-        """Return a state that `save` wrote, of NumPy arrays; ValueRangeError where the file is no whole state."""
+        """Return a state that `save` wrote, of NumPy arrays.
+
+        Raises FileFormatError (a ValueError) where the file is no whole state, FileError where it cannot be read.
+        """
         start, lanes, per_sequence, options = fwpkm_files.load(path, Lane)
         state = cls(start.keys, start.table.base, per_sequence=per_sequence)
         state._start, state._lanes, state._options = start, lanes, options

@@ -168,7 +168,7 @@ def test_damaged_files_are_refused(tmp_path):
     whole = path.read_bytes()
     for cut in (0, 10, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:cut])
-        with pytest.raises(errors.ValueRangeError, match="load"):
+        with pytest.raises(errors.FileFormatError, match="load"):
             FwPKMState.load(path)
     path.write_bytes(whole)
     with zipfile.ZipFile(path) as old:
@@ -183,7 +183,7 @@ def test_damaged_files_are_refused(tmp_path):
         with zipfile.ZipFile(path, "w") as new:
             for other, data in entries.items():
                 new.writestr(other, changed if other == name else data)
-        with pytest.raises(errors.ValueRangeError, match="load"):
+        with pytest.raises(errors.FileFormatError, match="load"):
             FwPKMState.load(path)
 
 

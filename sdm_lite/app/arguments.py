@@ -18,6 +18,13 @@ _UNKNOWN = re.compile(r"unrecognized arguments: (\S+)|invalid choice: '([^']*)'"
 class Parser(argparse.ArgumentParser):
     """argparse with errors of one line."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does; a command refuses what it does not know itself, so that the error is about it."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown and not any(isinstance(action.choices, dict) for action in self._actions):
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
+
     def error(self, text: str) -> NoReturn:
         """Print the mistake, and what may have been meant, and end with code 2."""
         found = _UNKNOWN.search(text)
@@ -29,13 +36,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def _words(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield the options and choices of a parser and of its commands."""
+    """Yield the options and choices of a parser."""
     for action in parser._actions:
         yield from action.option_strings
         yield from map(str, action.choices or ())
-        if isinstance(action.choices, dict):
-            for command in action.choices.values():
-                yield from _words(command)
 
 
 def whole(low: int, high: int = LARGEST) -> Callable[[str], int]:

@@ -92,7 +92,9 @@ def save(state: MemoryState, path: Any, base: Any, snapshot_dtype: str | None) -
         write_whole(path, write)
     except OSError as error:
         got = error.strerror or str(error)
-        raise FileError(message(op, str(path), "a place to write to", got, "free space or name another")) from error
+        raise FileError(
+            message(op, str(path), "a place to write to", got, "check the folder, its permissions and the disk")
+        ) from error
 
 
 def load(path: Any, initial: Any, dtype: Any, max_bytes: int | None) -> MemoryState:

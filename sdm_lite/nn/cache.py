@@ -106,6 +106,9 @@ class HybridState:
     interrupted: bool = field(default=False, repr=False)
     _marks: list[CacheMark] = field(default_factory=list, repr=False, compare=False)
 
+    def __repr__(self) -> str:
+        return f"HybridState({len(self.layers)} layers, positions {self.positions}, {self.nbytes()})"
+
     @property
     def position(self) -> int:
         """Tokens seen, by the longest sequence."""

@@ -86,9 +86,11 @@ def generate(
         return torch.cat([ids, *(token[:, None] for token in stream)], dim=1)
     _check(model, ids, max_new_tokens, temperature, top_k)
     _check_greedy("num_beams", num_beams, temperature, top_k)
-    if num_beams < 1 or speculative:
-        expected = "1 or more, and speculative=False with more than 1"
-        raise ValueRangeError(message(_NAME, "num_beams", expected, str(num_beams), "leave one of them out"))
+    if validate.whole_number(_NAME, "num_beams", num_beams) < 1:
+        raise ValueRangeError(message(_NAME, "num_beams", "at least 1", str(num_beams), "raise num_beams"))
+    if speculative:
+        got, fix = f"num_beams={num_beams} with speculative={speculative!r}", "leave one of them out"
+        raise ValueRangeError(message(_NAME, "num_beams", "beams or drafts, not both", got, fix))
     return torch.cat([ids, beam_search(model, ids, max_new_tokens, num_beams, cache)], dim=1)
 
 
@@ -138,7 +140,8 @@ def _check_greedy(argument: str, value: object, temperature: float, top_k: int |
     """Raise where a search for likely tokens is asked to draw."""
     if temperature != 0 or top_k is not None:
         got = f"{value} with temperature={temperature}, top_k={top_k}"
-        raise ValueRangeError(message(_NAME, argument, "no draws beside it", got, "leave out what does not belong"))
+        fix = f"leave out temperature and top_k, or {argument}"
+        raise ValueRangeError(message(_NAME, argument, "no draws beside it", got, fix))
 
 
 def _stream(

@@ -17,7 +17,7 @@ from .checks import check_ids, check_vectors
 from .gated_delta_net import GatedDeltaNet
 from .gates import choose
 from .generate import generate
-from .memory_layers import MEMORIES, layers_with, memories_of
+from .memory_layers import MEMORIES, build_layer, layers_with, memories_of
 from .short_conv import GatedShortConv
 from .sparse_delta_memory import SparseDeltaMemory
 from .state import MixerState, refuse_gradients
@@ -173,7 +173,8 @@ class HybridLM(nn.Module):
             "swa": {**attention, "window": config["window"]},
             "full": attention,
         }
-        return MIXERS[kind](config["dim"], **{**sizes[kind], **config["options"].get(kind, {})})
+        options = {**sizes[kind], **config["options"].get(kind, {})}
+        return build_layer(_NAME, MIXERS[kind], kind, config["dim"], options)
 
     def forward(
         self,
@@ -338,7 +339,7 @@ def layer_kinds(num_layers: int, mixer: str, mixer_every: int, layers: Sequence[
     choose(op, "mixer", mixer, KINDS)
     if layers is None:
         if not 1 <= mixer_every <= num_layers:
-            expected, fix = f"1 to num_layers = {num_layers}", "lower mixer_every, or name the layers"
+            expected, fix = f"1 to num_layers = {num_layers}", "set mixer_every (4 by default), or name the layers"
             raise ValueRangeError(message(op, "mixer_every", expected, str(mixer_every), fix))
         return [mixer if index % mixer_every == 0 else "swa" for index in range(1, num_layers + 1)]
     for kind in layers:

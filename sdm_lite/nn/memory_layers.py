@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,6 +46,21 @@ def memories_of(
     """Return the new memory layers of each layer, by kind."""
     places = layers_with("HybridLM", memory, num_layers)
     return [
-        {kind: MEMORIES[kind](dim, **options.get(kind, {})) for kind in MEMORIES if number in places[kind]}
+        {
+            kind: build_layer("HybridLM", MEMORIES[kind], kind, dim, options.get(kind, {}))
+            for kind in MEMORIES
+            if number in places[kind]
+        }
         for number in range(1, num_layers + 1)
     ]
+
+
+def build_layer(op: str, layer: Any, kind: str, dim: int, options: Mapping[str, Any]) -> nn.Module:
+    """Return layer(dim, **options), or raise ValueRangeError for an option that it has not."""
+    known = list(inspect.signature(layer).parameters)[1:]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            fix = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
+            raise ValueRangeError(message(op, "options", f"options of {kind!r}", repr(name), fix))
+    return layer(dim, **options)
