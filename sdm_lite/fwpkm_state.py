@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import arrays, fwpkm_files, rooms, validate
-from .errors import ShapeError, ValueRangeError, message
-from .fwpkm_op import after_call, check_options
+from .errors import DtypeError, ShapeError, ValueRangeError, message
+from .fwpkm_op import after_call, check_flag, check_options
 from .fwpkm_stream import StreamCall, StreamOptions, pairs_of, segments, stream_forward
 from .product_key_memory import check_keys
 from .row_table import RowTable
@@ -103,10 +103,15 @@ class StateBytes(NamedTuple):
     owned: int
 
 
+class Mark:
+    """A moment of a state to which :meth:`FwPKMState.rollback` can return; nothing in it is of use elsewhere."""
+
+
 class FwPKMState:
     """Fast weights, float32 at rest, and the open chunk of a stream (docs/fwpkm.md).
 
     The start is copied once; after that rows are copied when they are written, so forks and sequences share the rest.
+    One thread at a time: a second one gets a StateBusy. `copy.copy` and `copy.deepcopy` are `fork`.
 
     Parameters
     ----------
@@ -142,7 +147,7 @@ class FwPKMState:
         validate.check_shape(op, "values", values, (slots, None), "[n * n, D]", "n follows the keys")
         validate.check_dtype(op, "keys", keys, ("float32", "float64"))
         validate.check_dtype(op, "values", values, (arrays.dtype_name(keys),))
-        self.per_sequence, self._kind = bool(per_sequence), kind
+        self.per_sequence, self._kind = check_flag(op, "per_sequence", per_sequence), kind
         self.leaves: Any = None  # the arrays of the start, where the next call may send gradients to them
         if kind == "torch":
             from . import torch_product_keys
@@ -157,8 +162,14 @@ class FwPKMState:
         self._start = Lane(np.ascontiguousarray(own_keys), RowTable(np.ascontiguousarray(own_values)))
         self._lanes: list[Lane] | None = None if per_sequence else [self._start.fork()]
         self._options: StreamOptions | None = None  # of the last call that entered the stream
-        self._marks: dict[int, FwPKMState] = {}
-        self._next_mark = 0
+        self._open()
+
+    def _open(self) -> None:
+        """Begin without marks, and with a lock of its own."""
+        from .memory_state.state import _Alone  # costs more to import than all the rest here
+
+        self._marks: dict[Mark, FwPKMState] = {}  # by identity, in the order they were taken
+        self._alone = _Alone()
 
     # ---- what it holds ----------------------------------------------------------------------------------------------
 
@@ -175,18 +186,25 @@ class FwPKMState:
     @property
     def keys(self) -> Any:
         """A copy of the keys, [H, 2, n, h], or [B, H, 2, n, h] per sequence; in the kind of array it was made from."""
-        return self._shown([lane.keys for lane in self._known()])
+        return self._shown([lane.keys for lane in self._known()], self._start.keys.shape)
 
     @property
     def values(self) -> Any:
         """A copy of the values, [n * n, D], or [B, n * n, D] per sequence."""
-        return self._shown([lane.table.dense() for lane in self._known()])
+        return self._shown([lane.table.dense() for lane in self._known()], self._start.table.shape)
 
     @property
     def position(self) -> Any:
         """The tokens that entered the stream, an int; a tuple of them per sequence."""
         found = tuple(lane.position for lane in self._known())
         return found if self.per_sequence else found[0]
+
+    @property
+    def batch(self) -> int | None:
+        """The sequences that the next call is to have, None where any number will do."""
+        if self.per_sequence:
+            return None if self._lanes is None else len(self._lanes)
+        return self._known()[0].batch()
 
     def nbytes(self) -> StateBytes:
         """Return the bytes of the start, and those that this state owns beside it."""
@@ -205,11 +223,8 @@ class FwPKMState:
     def _known(self) -> list[Lane]:
         return [] if self._lanes is None else self._lanes
 
-    def _shown(self, found: list[np.ndarray]) -> Any:
-        shape = found[0].shape if found else ()
-        array = (
-            np.stack(found) if self.per_sequence and found else np.empty((0, *shape)) if not found else found[0].copy()
-        )
+    def _shown(self, found: list[np.ndarray], shape: tuple[int, ...]) -> Any:
+        array = np.array(found, self.dtype).reshape(-1, *shape) if self.per_sequence else found[0].copy()
         if self._kind == "torch":
             from . import torch_product_keys
 
@@ -243,18 +258,21 @@ class FwPKMState:
         """
         op = "FwPKMState.extend"
         options = check_options(op, k, chunk, lookahead, pairs, scale, value_rate, key_rate, epsilon, detach_every)
-        return after_call(op, (queries, values, gates), self, options, bool(update), mask, backend)
+        with self._alone(op):
+            return after_call(op, (queries, values, gates), self, options, update, mask, backend)
 
     def step(self, queries: Any, values: Any, gates: Any, **options: Any) -> Any:
         """Return the retrieved values [B, D] of one token, as `extend`; queries [B, H, 2h], gates [B]."""
-        for name, x, rank in (("queries", queries, 3), ("values", values, 2), ("gates", gates, 1)):
+        op, mask = "FwPKMState.step", options.get("mask")
+        for name, x, rank in (("queries", queries, 3), ("values", values, 2), ("gates", gates, 1), ("mask", mask, 1)):
+            if x is mask is None:
+                continue
+            arrays.kind_of(op, name, x)
             if len(x.shape) != rank:
                 got = str(list(x.shape))
-                raise ShapeError(
-                    message("FwPKMState.step", name, f"{rank} axes, without T", got, "drop the token axis")
-                )
-        if options.get("mask") is not None:
-            options["mask"] = options["mask"][:, None]
+                raise ShapeError(message(op, name, f"{rank} axes, without T", got, "drop the token axis"))
+        if mask is not None:
+            options["mask"] = mask[:, None]
         return self.extend(queries[:, None], values[:, None], gates[:, None], **options)[:, 0]
 
     def lanes_for(self, op: str, batch: int, options: StreamOptions, update: bool) -> list[Lane]:
@@ -289,9 +307,11 @@ class FwPKMState:
 
         Without a valid pair of tokens in it nothing is written.
         """
-        room = rooms.room(backend, "FwPKMState.flush")
-        for lane in self._known():
-            lane.flush(self._options or StreamOptions(), room)
+        op = "FwPKMState.flush"
+        room = rooms.room(backend, op)
+        with self._alone(op):
+            for lane in self._known():
+                lane.flush(self._options or StreamOptions(), room)
 
     # ---- copies, order, marks ---------------------------------------------------------------------------------------
 
@@ -300,57 +320,85 @@ class FwPKMState:
 
         Rows are shared until one of the two writes them. The fork has no marks.
         """
+        with self._alone("FwPKMState.fork"):
+            return self._forked(indices)
+
+    def _forked(self, indices: Sequence[int] | None = None) -> FwPKMState:
+        lanes = self._picked(indices, "fork")
         other = object.__new__(FwPKMState)
         other.__dict__.update(self.__dict__)
-        other._marks, other._next_mark = {}, 0
-        other._lanes = None if self._lanes is None else [lane.fork() for lane in self._picked(indices, "fork")]
+        other._open()
+        begun = self._lanes is not None or indices is not None
+        other._lanes = [lane.fork() for lane in lanes] if begun else None
         return other
+
+    def __copy__(self) -> FwPKMState:
+        return self.fork()
+
+    def __deepcopy__(self, memo: dict) -> FwPKMState:
+        return self.fork()
+
+    def __reduce__(self) -> Any:
+        fix = "write it with save(path)"
+        raise DtypeError(message("FwPKMState", "pickle", "a state that stays in its process", "a request for bytes", fix))
 
     def reorder(self, indices: Sequence[int]) -> None:
         """Replace the sequences by those at `indices`, in place, as beam search does."""
-        self._lanes = [lane.fork() for lane in self._picked(indices, "reorder")]
+        with self._alone("FwPKMState.reorder"):
+            self._lanes = [lane.fork() for lane in self._picked(_sequence("reorder", indices), "reorder")]
 
     def reset(self, index: int | None = None) -> None:
         """Bring one sequence's memory, or all of them, back to the start, with an empty chunk."""
-        if index is None:
-            self._lanes = None if self.per_sequence else [self._start.fork()]
-            return
-        self._per_sequence("reset", "a sequence by its index")
-        self._known()[self._index("reset", index)] = self._start.fork()
+        with self._alone("FwPKMState.reset"):
+            if index is None:
+                self._lanes = None if self.per_sequence else [self._start.fork()]
+                return
+            self._per_sequence("reset", "a sequence by its index")
+            self._known()[self._index("reset", index)] = self._start.fork()
 
     def append(self, n: int = 1) -> None:
         """Add n sequences at the start (per sequence only)."""
-        self._per_sequence("append", "sequences")
-        self._lanes = [*self._known(), *(self._start.fork() for _ in range(n))]
+        op = "FwPKMState.append"
+        with self._alone(op):
+            self._per_sequence("append", "sequences")
+            if validate.whole_number(op, "n", n) < 0:
+                raise ValueRangeError(message(op, "n", "a number >= 0", str(n), "evict(indices) drops sequences"))
+            self._lanes = [*self._known(), *(self._start.fork() for _ in range(n))]
 
     def evict(self, indices: Sequence[int]) -> None:
         """Drop the sequences at `indices` (per sequence only)."""
-        self._per_sequence("evict", "sequences")
-        gone = {self._index("evict", i) for i in indices}
-        self._lanes = [lane for i, lane in enumerate(self._known()) if i not in gone]
+        with self._alone("FwPKMState.evict"):
+            self._per_sequence("evict", "sequences")
+            gone = {self._index("evict", i) for i in _sequence("evict", indices)}
+            if gone:
+                self._lanes = [lane for i, lane in enumerate(self._known()) if i not in gone]
 
-    def mark(self) -> int:
+    def mark(self) -> Mark:
         """Return a mark of this moment, for `rollback`; it costs the rows written from here on."""
-        self._marks[self._next_mark] = self.fork()
-        self._next_mark += 1
-        return self._next_mark - 1
+        with self._alone("FwPKMState.mark"):
+            mark = Mark()
+            self._marks[mark] = self._forked()
+            return mark
 
-    def rollback(self, mark: int) -> None:
+    def rollback(self, mark: Mark) -> None:
         """Go back to a mark, which stays; later marks become stale. Raises ValueRangeError for a stale one."""
-        then = self._marked("rollback", mark)
-        marks = {number: state for number, state in self._marks.items() if number <= mark}
-        again, upcoming = then.fork(), self._next_mark
-        self.__dict__.update(again.__dict__)
-        self._marks, self._next_mark = marks, upcoming
+        with self._alone("FwPKMState.rollback"):
+            again = self._marked("rollback", mark)._forked()
+            taken = list(self._marks)
+            for later in taken[taken.index(mark) + 1 :]:
+                del self._marks[later]
+            self._lanes, self._options, self.leaves = again._lanes, again._options, again.leaves
 
-    def release(self, mark: int) -> None:
+    def release(self, mark: Mark) -> None:
         """Forget a mark. Raises ValueRangeError for a stale one."""
-        self._marked("release", mark)
-        del self._marks[mark]
+        with self._alone("FwPKMState.release"):
+            self._marked("release", mark)
+            del self._marks[mark]
 
-    def _marked(self, verb: str, mark: int) -> FwPKMState:
-        if mark not in self._marks:
-            got = f"{mark!r}: rolled back over, released, or of another state"
+    def _marked(self, verb: str, mark: Mark) -> FwPKMState:
+        if not isinstance(mark, Mark) or mark not in self._marks:
+            stale = "a stale mark: rolled back over, released, or of another state"
+            got = stale if isinstance(mark, Mark) else f"{mark!r:.40}"
             raise ValueRangeError(message(f"FwPKMState.{verb}", "mark", "one of mark()", got, "mark() again"))
         return self._marks[mark]
 
@@ -358,23 +406,21 @@ class FwPKMState:
         if not self.per_sequence:
             fix = "make the state with per_sequence=True"
             raise ValueRangeError(message(f"FwPKMState.{verb}", what, "one memory a sequence", "a shared one", fix))
-        if self._lanes is None:
-            self._lanes = []
 
     def _index(self, verb: str, index: Any) -> int:
         held = len(self._known()) if self.per_sequence else self._known()[0].batch() or 0
         index = validate.whole_number(f"FwPKMState.{verb}", "index", index)
         if not 0 <= index < held:
-            fix = "count the sequences from 0"
-            raise ValueRangeError(message(f"FwPKMState.{verb}", "index", f"0 to {held - 1}", str(index), fix))
+            expected, fix = f"0 to {held - 1}", "count the sequences from 0"
+            if not held:
+                expected, fix = "none, since there is no sequence yet", "call the state, or append() sequences first"
+            raise ValueRangeError(message(f"FwPKMState.{verb}", "index", expected, str(index), fix))
         return index
 
     def _picked(self, indices: Sequence[int] | None, verb: str) -> list[Lane]:
         if indices is None:
             return self._known()
-        if not isinstance(indices, (Sequence, np.ndarray)) or isinstance(indices, str):
-            got, fix = f"{indices!r:.40}", "pass a list"
-            raise ShapeError(message(f"FwPKMState.{verb}", "indices", "a sequence of indices", got, fix))
+        indices = _sequence(verb, indices)
         if not self.per_sequence and self._known()[0].batch() is None:
             fix = "leave indices out, or make the state with per_sequence=True"
             got = "one memory for all, and no open chunk to pick sequences of"
@@ -390,15 +436,26 @@ class FwPKMState:
 
     def save(self, path: Any) -> None:
         """Write the state, start included, marks not; to a temporary name first, then renamed. Raises FileError."""
-        fwpkm_files.save(path, self._start, self._lanes, self.per_sequence, self._options)
+        with self._alone("FwPKMState.save"):
+            fwpkm_files.save(path, self._start, self._lanes, self.per_sequence, self._options)
 
     @classmethod
-    def load(cls, path: Any) -> FwPKMState:
-        """Return a state that `save` wrote, of NumPy arrays.
+    def load(cls, path: Any, *, kind: str = "numpy") -> FwPKMState:
+        """Return a state that `save` wrote; its `keys` and `values` are shown as "numpy" arrays or "torch" tensors.
 
         Raises FileFormatError (a ValueError) where the file is no whole state, FileError where it cannot be read.
         """
+        if kind not in ("numpy", "torch"):
+            fix = "name one of these"
+            raise ValueRangeError(message("FwPKMState.load", "kind", "'numpy' or 'torch'", f"{kind!r:.40}", fix))
         start, lanes, per_sequence, options = fwpkm_files.load(path, Lane)
         state = cls(start.keys, start.table.base, per_sequence=per_sequence)
-        state._start, state._lanes, state._options = start, lanes, options
+        state._start, state._lanes, state._options, state._kind = start, lanes, options, kind
         return state
+
+
+def _sequence(verb: str, indices: Any) -> Sequence[int]:
+    if not isinstance(indices, (Sequence, np.ndarray)) or isinstance(indices, (str, bytes)) or np.ndim(indices) != 1:
+        got, fix = f"{indices!r:.40}", "pass a list"
+        raise ShapeError(message(f"FwPKMState.{verb}", "indices", "a sequence of indices", got, fix))
+    return indices

@@ -124,13 +124,17 @@ def pairs_of(segment: Segment, mask: np.ndarray, options: StreamOptions) -> Pair
     target = source + ahead
     valid = segment.flat(mask)
     members = np.flatnonzero(valid[: sequences * size])
-    late = first[:, :0]  # sources whose targets are the chunk's first tokens
+    late, towards = first[:, :0], np.arange(0)  # sources whose targets are the chunk's first tokens
     if options.pairs == "wrap" and ahead <= size:
-        late = first + np.arange(size - ahead, size)
+        late, towards = first + np.arange(size - ahead, size), np.arange(ahead)
     elif segment.carried:
-        late = sequences * size + np.arange(sequences * segment.carried).reshape(sequences, segment.carried)[:, :size]
+        # after a short chunk fewer than `ahead` are carried, and a target may lie beyond a short chunk
+        number = np.arange(segment.carried)
+        towards = ahead - segment.carried + number
+        number, towards = number[towards < size], towards[towards < size]
+        late = sequences * size + np.arange(sequences)[:, None] * segment.carried + number
     source = np.concatenate([source, late], axis=1).ravel()
-    target = np.concatenate([target, first + np.arange(late.shape[1])], axis=1).ravel()
+    target = np.concatenate([target, first + towards], axis=1).ravel()
     both = valid[source] & valid[target]
     source, target = source[both], target[both]
     counted = np.concatenate([members, source[source >= sequences * size]])

@@ -6,8 +6,30 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from .errors import DtypeError, ValueRangeError, message
 
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
+
+
+def as_path(op: str, name: str, value: Any) -> Path:
+    """Return an argument that names a file as a Path, or raise DtypeError or ValueRangeError.
+
+    >>> as_path("save", "path", "a/b").name
+    'b'
+    """
+    fix = "pass a string or a pathlib.Path"
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str):
+        raise DtypeError(message(op, name, "a path", f"{value!r:.40} ({type(value).__name__})", fix))
+    try:
+        nul = b"\0" in os.fsencode(text)
+    except UnicodeEncodeError:
+        nul = True
+    if nul or not Path(text).name:
+        raise ValueRangeError(message(op, name, "a path of a file", f"{text!r:.80}", "name a file"))
+    return Path(text)
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from .. import arrays, ops, validate
 from ..cpu import overlay
 from ..cpu.sparse_delta import sparse_delta_paged
-from ..errors import DtypeError, SlotError, message
+from ..errors import DtypeError, ShapeError, SlotError, message
 from ..rooms import DeltaInputs
 from .undo import Index
 
@@ -69,6 +69,9 @@ def check(state: MemoryState, op: str, call: list) -> None:
     """Check the call's metadata."""
     like = _Shape(state.shape, np.dtype(state._initial.compute))
     v, ws, ww, g, b, rs, rw = call
+    if len(v.shape) == 4 and v.shape[0] != state.batch:
+        got, fix = f"{v.shape[0]} in shape {list(v.shape)}", "pass a token of every sequence"
+        raise ShapeError(message(op, "values", f"a batch of {state.batch}, as the state has", got, fix))
     validate.check_delta(op, v, ws, ww, g, b, rs, rw, like, None, in_place=True)
 
 

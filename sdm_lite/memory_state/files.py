@@ -25,7 +25,7 @@ from ..arrays import narrow_bf16, widen_bf16
 from ..cpu import overlay
 from ..errors import BackendError, FileError, FileFormatError, ValueRangeError, message
 from ..rooms import DeltaOptions
-from ..whole_files import write_whole
+from ..whole_files import as_path, write_whole
 from .initial import Initial
 from .pool import new_pool
 
@@ -57,7 +57,9 @@ class Contents(NamedTuple):
 
 def save(state: MemoryState, path: Any, base: Any, snapshot_dtype: str | None) -> None:
     """Write a state to `path`, as :meth:`MemoryState.save`."""
-    op, path = "MemoryState.save", Path(path)
+    op = "MemoryState.save"
+    path = as_path(op, "path", path)
+    base = None if base is None else as_path(op, "base", base)
     if snapshot_dtype not in (None, "bf16"):
         raise ValueRangeError(
             message(op, "snapshot_dtype", "None or 'bf16'", repr(snapshot_dtype), "name one of these")
@@ -69,7 +71,7 @@ def save(state: MemoryState, path: Any, base: Any, snapshot_dtype: str | None) -
     rows, source = _stored_rows(state, unique, stored), row.reshape(-1).astype(np.int64)
     metadata = _metadata(state, stored)
     if base is not None:
-        found = _check_base(op, path, Path(base), metadata)
+        found = _check_base(op, path, base, metadata)
         source, rows = _changed_rows(found, lane, slots, source, rows, state._initial.shape[1])
         metadata |= {"base": found.chain[0], "base_sha256": found.digest}
     lanes = state.batch * state._initial.shape[0]
@@ -101,7 +103,8 @@ def load(path: Any, initial: Any, dtype: Any, max_bytes: int | None) -> MemorySt
     """Return the state in `path`, as :meth:`MemoryState.load`."""
     from .state import MemoryState
 
-    op, path = "MemoryState.load", Path(path)
+    op = "MemoryState.load"
+    path = as_path(op, "path", path)
     contents = read(op, path)
     config = contents.configuration
     first = Initial(op, initial, config["dtype"] if dtype is None else dtype)

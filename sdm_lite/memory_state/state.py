@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import validate
 from ..cpu import overlay
-from ..errors import ShapeError, StateBusy, ValueRangeError, message
+from ..errors import DtypeError, ShapeError, StateBusy, StateFull, ValueRangeError, message
 from ..rooms import DeltaOptions
 from . import call as calls
 from . import files
@@ -76,10 +77,12 @@ class MemoryState:
         batch = _count(op, "batch", batch)
         max_bytes = None if max_bytes is None else _count(op, "max_bytes", max_bytes)
         first = Initial(op, initial, dtype)
+        _check_lanes(op, "batch", batch, first.shape[0])
         options = DeltaOptions(rule, state_dtype=first.dtype)
         validate.check_options(op, options)
+        index = _empty_index(op, batch * first.shape[0])
         self._open(first, new_pool(first, max_bytes), options)
-        self._index = _empty_index(batch * first.shape[0])
+        self._index = index
         self._follow(np.zeros(batch, np.int64))
 
     def _follow(self, tokens: np.ndarray) -> None:
@@ -101,6 +104,17 @@ class MemoryState:
         if "_index" in self.__dict__:
             self._pool.drop(self._index.table, ROW)
             self._log.forget(self._pool)
+
+    def __copy__(self) -> MemoryState:
+        """Return a fork of all sequences: a copy of the fields would let go of the same rows twice."""
+        return self.fork(range(self.batch))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MemoryState:
+        return self.fork(range(self.batch))
+
+    def __reduce__(self) -> Any:
+        fix = "write it with save() and read it with MemoryState.load"
+        raise DtypeError(message("MemoryState", "pickle", "an object without shared memory", "a state", fix))
 
     def __repr__(self) -> str:
         heads, slots, width = self._initial.shape
@@ -238,28 +252,33 @@ class MemoryState:
         """
         op = "MemoryState.reorder"
         with self._alone(op), self._pool.lock:
-            self._rearrange(self._sequences(op, indices))
+            self._rearrange(op, self._sequences(op, indices))
 
     def reset(self, i: int | Sequence[int]) -> None:
         """Put sequences (one index or several) back to the initial memory, without tokens."""
         op = "MemoryState.reset"
         with self._alone(op), self._pool.lock:
             sources = np.arange(self.batch)
-            sources[self._sequences(op, [i] if np.ndim(i) == 0 else i)] = -1
-            self._rearrange(sources)
+            listed = i.tolist() if hasattr(i, "tolist") else i
+            sources[self._sequences(op, listed if isinstance(listed, (list, tuple, range)) else [listed])] = -1
+            self._rearrange(op, sources)
 
     def append(self, n: int = 1) -> None:
         """Add n sequences that hold the initial memory, after the others."""
         op = "MemoryState.append"
+        n = _count(op, "n", n)
         with self._alone(op), self._pool.lock:
-            self._rearrange(np.concatenate([np.arange(self.batch), np.full(_count(op, "n", n), -1)]))
+            _check_lanes(op, "n", self.batch + n, self._initial.shape[0])
+            with _enough_memory(op):
+                sources = np.concatenate([np.arange(self.batch), np.full(n, -1)])
+            self._rearrange(op, sources)
 
     def evict(self, indices: Sequence[int]) -> None:
         """Remove sequences; those after them move up."""
         op = "MemoryState.evict"
         with self._alone(op), self._pool.lock:
             gone = self._sequences(op, indices)
-            self._rearrange(np.delete(np.arange(self.batch), gone))
+            self._rearrange(op, np.delete(np.arange(self.batch), gone))
 
     def mark(self) -> Mark:
         """Return a mark of this moment. It lives until it is released, or an earlier one is rolled back to.
@@ -376,15 +395,17 @@ class MemoryState:
         self._pool.hold(index.table, ROW)
         return index
 
-    def _rearrange(self, sources: np.ndarray) -> None:
+    def _rearrange(self, op: str, sources: np.ndarray) -> None:
         self._pool.settle()
         old, tokens = self._index, self._tokens
-        if len(sources) and not len(tokens):
-            self._index = _empty_index(len(sources) * self._initial.shape[0])
-            self._follow(np.zeros(len(sources), np.int64))
-        else:
-            self._index = self._copied(sources)
-            self._follow(np.where(sources < 0, 0, tokens[sources]))
+        with _enough_memory(op):
+            if len(sources) and not len(tokens):
+                index, tokens = _empty_index(op, len(sources) * self._initial.shape[0]), np.zeros(len(sources), np.int64)
+            else:
+                tokens = np.where(sources < 0, 0, tokens[sources])
+                index = self._copied(sources)
+        self._index = index
+        self._follow(tokens)
         self._log.replaced(self._pool, old)
 
 
@@ -414,5 +435,25 @@ def _count(op: str, name: str, value: Any) -> int:
     return value
 
 
-def _empty_index(lanes: int) -> Index:
-    return Index(np.full((lanes, overlay.SMALLEST, 2), -1, np.int32), np.zeros(lanes, np.int64))
+def _check_lanes(op: str, name: str, batch: int, heads: int) -> None:
+    """Raise where int32, which records name lanes by, cannot count the lanes."""
+    if batch * heads >= 2**31:
+        got = f"{batch} sequences of {heads} heads"
+        raise ValueRangeError(message(op, name, "fewer than 2^31 sequences x heads", got, "use fewer sequences"))
+
+
+@contextlib.contextmanager
+def _enough_memory(op: str) -> Iterator[None]:
+    """Raise StateFull where the machine has no memory for an index."""
+    try:
+        yield
+    except StateFull:
+        raise
+    except MemoryError as error:
+        expected, fix = "memory for the index of all sequences", "use fewer sequences"
+        raise StateFull(message(op, "state", expected, str(error) or "none left", fix)) from error
+
+
+def _empty_index(op: str, lanes: int) -> Index:
+    with _enough_memory(op):
+        return Index(np.full((lanes, overlay.SMALLEST, 2), -1, np.int32), np.zeros(lanes, np.int64))

@@ -54,7 +54,9 @@ def write(q, v, g, mask, carried, keys, values, *, k, lookahead, pairs, scale, v
     extra = []
     if pairs == "carry" and carried is not None:
         cq, cg, cm = carried
-        extra = [(cq[p, i], cg[p, i], v[p, i]) for p in range(P) for i in range(cg.shape[1]) if cm[p, i] and mask[p, i]]
+        n = cg.shape[1]  # the last carried token stands right before this chunk's first
+        late = [(p, i, i - n + L) for p in range(P) for i in range(n) if i - n + L < C]
+        extra = [(cq[p, i], cg[p, i], v[p, t]) for p, i, t in late if cm[p, i] and mask[p, t]]
     sources += extra
     valid = q[mask]
     new_values, new_keys = values, keys
