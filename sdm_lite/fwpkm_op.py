@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from . import arrays, rooms, validate
-from .errors import DtypeError, ValueRangeError, message
+from .errors import DeviceError, DtypeError, ValueRangeError, message
 from .fwpkm_stream import StreamCall, StreamOptions, stream_forward
 from .ops import host_backend
-from .product_key_memory import check_epsilon
+from .product_key_memory import check_epsilon, check_number
 
 __all__ = ["fwpkm"]
+
+_MOST_TOKENS = 2**63 - 1  # an operand of a torch op is an int64
+_RATE_FIX = "1.0 is the default"
 
 
 def fwpkm(
@@ -98,21 +100,26 @@ def fwpkm(
     >>> float(state.values[0, 0])                     # token 0 writes token 1's value; two tokens read the slot
     3.5
     """
-    after = state.fork() if hasattr(state, "fork") else state
+    _check_state("fwpkm", state)
     options = check_options("fwpkm", k, chunk, lookahead, pairs, scale, value_rate, key_rate, epsilon, detach_every)
-    retrieved = after_call("fwpkm", (queries, values, gates), after, options, bool(update), mask, backend)
+    after = state.fork()
+    retrieved = after_call("fwpkm", (queries, values, gates), after, options, update, mask, backend)
     return retrieved, after
 
 
-def after_call(
-    op: str, given: tuple[Any, Any, Any], state: Any, options: StreamOptions, update: bool, mask: Any, backend: Any
-) -> Any:
-    """Check a call, run it and bring `state` to its end; return the retrieved values. An error changes nothing."""
+def _check_state(op: str, state: Any) -> None:
     from .fwpkm_state import FwPKMState
 
     if not isinstance(state, FwPKMState):
         fix = "make one with FwPKMState(keys, values)"
         raise DtypeError(message(op, "state", "an FwPKMState", type(state).__name__, fix))
+
+
+def after_call(
+    op: str, given: tuple[Any, Any, Any], state: Any, options: StreamOptions, update: Any, mask: Any, backend: Any
+) -> Any:
+    """Check a call, run it and bring `state` to its end; return the retrieved values. An error changes nothing."""
+    update = check_flag(op, "update", update)
     named = dict(zip(("queries", "values", "gates"), given, strict=True))
     kind = arrays.common_kind(op, named)
     if kind == "dlpack":
@@ -127,6 +134,9 @@ def after_call(
     for name, x in named.items():
         validate.check_dtype(op, name, x, arrays.FLOATS)
     validate.check_topk(op, options.k, keys[2] ** 2, "lower k or use more sub-keys")
+    check_epsilon(op, options.epsilon, state.dtype.name)
+    for name in ("value_rate", "key_rate"):
+        check_number(op, name, getattr(options, name), state.dtype.name, _RATE_FIX)
     valid = _mask(op, mask, (batch, tokens))
     name = host_backend(op, kind, backend)
     rooms.room(name, op)
@@ -142,7 +152,7 @@ def after_call(
         retrieved.append(reading)
         ends.append((bridge.arrays(call), *end))
     result = bridge.finish(retrieved, values)
-    if update:
+    if update and tokens:
         state.commit(lanes, ends, options)
     return result
 
@@ -154,11 +164,13 @@ def check_options(
     """Return the options of a call, or raise where one has a value that no stream knows."""
     counts = {"k": k, "chunk": chunk, "lookahead": lookahead}
     counts = {name: validate.whole_number(op, name, n) for name, n in counts.items()}
-    if counts["chunk"] < 1:
-        raise ValueRangeError(message(op, "chunk", "at least 1 token", str(chunk), "512 is the default"))
+    if not 1 <= counts["chunk"] <= _MOST_TOKENS:
+        got, fix = _count_text(counts["chunk"]), "512 is the default"
+        raise ValueRangeError(message(op, "chunk", "1 to 2^63 - 1 tokens", got, fix))
     if not 0 <= counts["lookahead"] < max(counts["chunk"], 2):
         expected = f"0 to chunk - 1 = {counts['chunk'] - 1}"
-        raise ValueRangeError(message(op, "lookahead", expected, str(lookahead), "1 is the default"))
+        got = _count_text(counts["lookahead"])
+        raise ValueRangeError(message(op, "lookahead", expected, got, "1 is the default"))
     for name, value, allowed in (
         ("pairs", pairs, ("drop", "carry", "wrap")),
         ("scale", scale, ("norm", "paper", "code")),
@@ -166,23 +178,39 @@ def check_options(
         if not isinstance(value, str) or value not in allowed:
             raise ValueRangeError(message(op, name, f"one of {list(allowed)}", repr(value), "name one of these"))
     rates = {"value_rate": value_rate, "key_rate": key_rate}
-    for name, rate in rates.items():
-        if not math.isfinite(validate.real_number(op, name, rate)):
-            raise ValueRangeError(message(op, name, "a finite number", repr(rate), "1.0 is the default"))
-    check_epsilon(op, epsilon)
-    if detach_every is not None and validate.whole_number(op, "detach_every", detach_every) < 1:
-        raise ValueRangeError(message(op, "detach_every", "at least 1, or None", str(detach_every), "pass None"))
-    rates = {name: float(rate) for name, rate in rates.items()}
-    return StreamOptions(**counts, pairs=pairs, scale=scale, **rates, epsilon=float(epsilon), detach_every=detach_every)
+    rates = {name: check_number(op, name, rate, "float64", _RATE_FIX) for name, rate in rates.items()}
+    epsilon = check_epsilon(op, epsilon, "float64")
+    if detach_every is not None:
+        detach_every = validate.whole_number(op, "detach_every", detach_every)
+        if not 1 <= detach_every <= _MOST_TOKENS:
+            expected, got = "1 to 2^63 - 1, or None", _count_text(detach_every)
+            raise ValueRangeError(message(op, "detach_every", expected, got, "pass None"))
+    return StreamOptions(**counts, pairs=pairs, scale=scale, **rates, epsilon=epsilon, detach_every=detach_every)
+
+
+def _count_text(number: int) -> str:
+    # Python refuses to print an int of thousands of digits
+    return str(number) if abs(number) <= _MOST_TOKENS else "an int beyond 64 bits"
+
+
+def check_flag(op: str, name: str, value: Any) -> bool:
+    """Return an argument that is True or False, or raise DtypeError."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise DtypeError(message(op, name, "True or False", f"{value!r:.40}", "pass a bool"))
+    return bool(value)
 
 
 def _mask(op: str, mask: Any, shape: tuple[int, int]) -> np.ndarray:
     if mask is None:
         return np.ones(shape, np.bool_)
+    kind = arrays.kind_of(op, "mask", mask)
     validate.check_shape(op, "mask", mask, shape, "[B, T]", "B and T follow values")
     validate.check_dtype(op, "mask", mask, ("bool",))
-    if arrays.kind_of(op, "mask", mask) == "torch":
-        mask = mask.detach().cpu().numpy()
+    if kind == "torch":
+        if mask.device.type != "cpu":
+            got, fix = f"one on {mask.device}", "call .cpu()"
+            raise DeviceError(message(op, "mask", "a tensor on cpu", got, fix))
+        mask = mask.detach().numpy()
     return np.array(arrays.to_numpy(op, "mask", mask))
 
 

@@ -264,9 +264,8 @@ class FwPKMState:
     def step(self, queries: Any, values: Any, gates: Any, **options: Any) -> Any:
         """Return the retrieved values [B, D] of one token, as `extend`; queries [B, H, 2h], gates [B]."""
         op, mask = "FwPKMState.step", options.get("mask")
-        for name, x, rank in (("queries", queries, 3), ("values", values, 2), ("gates", gates, 1), ("mask", mask, 1)):
-            if x is mask is None:
-                continue
+        given = [("queries", queries, 3), ("values", values, 2), ("gates", gates, 1)]
+        for name, x, rank in given if mask is None else [*given, ("mask", mask, 1)]:
             arrays.kind_of(op, name, x)
             if len(x.shape) != rank:
                 got = str(list(x.shape))
@@ -363,7 +362,8 @@ class FwPKMState:
             self._per_sequence("append", "sequences")
             if validate.whole_number(op, "n", n) < 0:
                 raise ValueRangeError(message(op, "n", "a number >= 0", str(n), "evict(indices) drops sequences"))
-            self._lanes = [*self._known(), *(self._start.fork() for _ in range(n))]
+            if n:
+                self._lanes = [*self._known(), *(self._start.fork() for _ in range(n))]
 
     def evict(self, indices: Sequence[int]) -> None:
         """Drop the sequences at `indices` (per sequence only)."""
@@ -455,7 +455,8 @@ class FwPKMState:
 
 
 def _sequence(verb: str, indices: Any) -> Sequence[int]:
-    if not isinstance(indices, (Sequence, np.ndarray)) or isinstance(indices, (str, bytes)) or np.ndim(indices) != 1:
+    listed = isinstance(indices, Sequence) and not isinstance(indices, (str, bytes))
+    if not listed and not (isinstance(indices, np.ndarray) and indices.ndim == 1):
         got, fix = f"{indices!r:.40}", "pass a list"
         raise ShapeError(message(f"FwPKMState.{verb}", "indices", "a sequence of indices", got, fix))
     return indices

@@ -13,6 +13,8 @@ from .ops import host_backend
 
 __all__ = ["embedding_bag", "embedding_bag_gradient", "idw_product_key_topk", "product_key_lookup"]
 
+#: of each compute dtype, the smallest and the greatest number above 0
+_RANGES = {"float32": (2.0**-149, (2 - 2.0**-23) * 2.0**127), "float64": (5e-324, 1.7976931348623157e308)}
 _TABLES = ("float64", "float32")  # dtypes of keys and values: fast weights are float32 at rest
 
 
@@ -62,19 +64,19 @@ def idw_product_key_topk(
     """
     op = "idw_product_key_topk"
     kind, queries, keys, k, name = _opened_lookup(op, queries, keys, k, backend)
-    check_epsilon(op, epsilon)
+    epsilon = check_epsilon(op, epsilon, "float64" if arrays.dtype_name(queries) == "float64" else "float32")
     if kind == "torch":
         from . import torch_product_keys
 
-        return torch_product_keys.idw_product_key_topk(queries, keys, k, float(epsilon), name)
+        return torch_product_keys.idw_product_key_topk(queries, keys, k, epsilon, name)
     room = rooms.room(name, op)
     if kind == "tape":
         from .autograd import product_key_ops
 
-        return product_key_ops.tape_idw_product_key_topk(queries, keys, k, float(epsilon), room)
+        return product_key_ops.tape_idw_product_key_topk(queries, keys, k, epsilon, room)
     compute = compute_dtype(queries)
     flat = arrays.to_float(queries, compute).reshape(-1, *queries.shape[-2:])
-    found = room.idw_product_key_topk_forward(flat, arrays.to_float(keys, compute), k, float(epsilon))
+    found = room.idw_product_key_topk_forward(flat, arrays.to_float(keys, compute), k, epsilon)
     shape = (*queries.shape[:-1], k)
     return found.weights.reshape(shape), found.slots.reshape(shape)
 
@@ -187,6 +189,7 @@ def embedding_bag(
         expected, fix = "torch tensors", "use embedding_bag_gradient for NumPy arrays"
         raise ValueRangeError(message(op, "sparse_gradient", expected, f"{kind} arrays", fix))
     room = rooms.room(name, op)
+    arrays.to_numpy(op, "values", values)  # refuses what no room views
     flat = check_bag_slots(op, arrays.to_numpy(op, "slots", slots), values.shape[0])
     if kind == "tape":
         from .autograd import product_key_ops
@@ -240,6 +243,9 @@ def embedding_bag_gradient(
         raise DtypeError(message(op, "dreadings", expected, f"{kind} arrays", fix))
     dreadings, slots, weights = (arrays.to_numpy(op, name, x) for name, x in named.items())
     num_slots = validate.whole_number(op, "num_slots", num_slots)
+    if not 0 <= num_slots <= 2**31 - 1:
+        got, fix = str(num_slots) if abs(num_slots) < 2**63 else "an int beyond 64 bits", "pass the rows of the table"
+        raise ValueRangeError(message(op, "num_slots", "0 to 2^31 - 1", got, fix))
     validate.check_dtype(op, "dreadings", dreadings, _TABLES)
     _check_bag(op, slots, weights, "weights", tuple(slots.shape), "[..., k]")
     validate.check_shape(op, "dreadings", dreadings, (*slots.shape[:-1], None), "[..., D]")
@@ -260,15 +266,32 @@ def compute_dtype(x: Any) -> np.dtype:
     return np.dtype(np.float64 if arrays.dtype_name(x) == "float64" else np.float32)
 
 
-def check_epsilon(op: str, epsilon: Any) -> None:
-    """Raise ValueRangeError unless epsilon is a positive finite number."""
-    if not 0 < validate.real_number(op, "epsilon", epsilon) < math.inf:
-        raise ValueRangeError(message(op, "epsilon", "a finite number > 0", repr(epsilon), "1e-3 is the default"))
+def check_number(op: str, name: str, value: Any, dtype: str, fix: str) -> float:
+    """Return a number as a float, or raise ValueRangeError where it is infinite, NaN or lost in the compute dtype."""
+    try:
+        number = validate.real_number(op, name, value)
+    except OverflowError:  # an int that no float holds
+        number = math.inf
+    smallest, greatest = _RANGES[dtype]
+    if number != 0 and not smallest <= abs(number) <= greatest:
+        raise ValueRangeError(message(op, name, f"a finite number that {dtype} holds", repr(number), fix))
+    return number
+
+
+def check_epsilon(op: str, epsilon: Any, dtype: str) -> float:
+    """Return epsilon, or raise ValueRangeError unless it is a finite number > 0 in the compute dtype."""
+    number = check_number(op, "epsilon", epsilon, dtype, "1e-3 is the default")
+    if number <= 0:
+        raise ValueRangeError(message(op, "epsilon", "a finite number > 0", repr(number), "1e-3 is the default"))
+    return number
 
 
 def check_keys(op: str, keys: Any) -> None:
-    """Raise unless keys are [H, 2, n, h], of fewer than 2^31 slots."""
+    """Raise unless keys are [H, 2, n, h], none of them 0, of fewer than 2^31 slots."""
     validate.check_shape(op, "keys", keys, (None, 2, None, None), "[H, 2, n, h]")
+    if 0 in keys.shape:
+        got = str(list(keys.shape))
+        raise ShapeError(message(op, "keys", "[H, 2, n, h] of at least 1 each", got, "pass keys with numbers in them"))
     if keys.shape[2] ** 2 > 2**31 - 1:
         raise ValueRangeError(message(op, "keys", "n * n below 2^31", f"n = {keys.shape[2]}", "use fewer sub-keys"))
 

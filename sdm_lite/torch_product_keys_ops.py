@@ -6,6 +6,7 @@ is an op of its own, and a second derivative that raises. Floats come in the com
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -118,7 +119,7 @@ def _(values, slots, weights, sparse_gradient, backend):
 
 
 def _flat_bag(dreadings: Tensor, slots: Tensor, weights: Tensor | None) -> tuple[Any, Any, Any]:
-    flat = convert.to_slots(slots).reshape(-1, slots.shape[-1])
+    flat = convert.to_slots(slots).reshape(math.prod(slots.shape[:-1]), slots.shape[-1])
     upstream = _array(dreadings).reshape(len(flat), dreadings.shape[-1])
     return upstream, flat, None if weights is None else _array(weights).reshape(flat.shape)
 

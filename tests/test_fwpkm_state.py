@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import threading
 import zipfile
 
 import numpy as np
@@ -106,6 +109,77 @@ def test_marks(per_sequence):
     state.release(mark)
     with pytest.raises(ValueError, match="mark"):
         state.rollback(mark)
+
+
+@pytest.mark.parametrize("wrong", [0, True, 0.0, [0], None])
+def test_a_mark_is_of_its_state_alone(wrong):
+    x, state = begun()
+    _, other = begun()
+    mark, foreign = state.mark(), other.mark()
+    want = goes_on(state, x)
+    for bad in (wrong, foreign, state.fork().mark()):
+        for verb in (state.rollback, state.release):
+            with pytest.raises(errors.ValueRangeError, match="mark: expected one of mark"):
+                verb(bad)
+    state.rollback(mark)
+    assert goes_on(state, x) == want
+
+
+def test_copies_are_forks_and_pickles_are_refused():
+    x, state = begun()
+    want = goes_on(state, x)
+    for made in (copy.copy(state), copy.deepcopy(state)):
+        made.extend(*x.tokens(6, 12), **SMALL)
+        assert goes_on(state, x) == want
+    with pytest.raises(errors.DtypeError, match=r"save\(path\)"):
+        pickle.dumps(state)
+
+
+def test_a_second_thread_is_refused(monkeypatch):
+    x, state = begun()
+    inside, go_on, found = threading.Event(), threading.Event(), []
+    plain = FwPKMState.lanes_for
+
+    def slow(self, *arguments):
+        inside.set()
+        assert go_on.wait(30)
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(FwPKMState, "lanes_for", slow)
+    first = threading.Thread(target=lambda: found.append(state.extend(*x.tokens(6, 12), **SMALL)))
+    first.start()
+    assert inside.wait(30)
+    try:
+        for verb in (state.fork, state.mark, state.reset, state.flush, lambda: state.extend(*x.tokens(6, 12), **SMALL)):
+            with pytest.raises(errors.StateBusy, match="one call at a time"):
+                verb()
+    finally:
+        go_on.set()
+        first.join()
+    assert found and state.position == (12, 12, 12)
+    state.fork()  # and free again
+
+
+def test_before_the_first_call_there_are_no_sequences():
+    x = make_stream(B=3, T=12, m=6, dtype=np.float32)
+    state = FwPKMState(x.keys, x.table, per_sequence=True)
+    for wrong in (
+        lambda: state.evict([0]),
+        lambda: state.reset(0),
+        lambda: state.reorder([0, 1]),
+        lambda: state.fork([5]),
+        lambda: state.append(-1),
+        lambda: state.append(1.0),
+        lambda: state.append(True),
+        lambda: state.evict(0),
+        lambda: state.reorder(None),
+    ):
+        with pytest.raises(errors.SdmError, match=r"FwPKMState\.\w+: \w+: expected .* Fix: "):
+            wrong()
+        assert state.batch is None
+    assert state.keys.shape == (0, *x.keys.shape) and state.values.shape == (0, *x.table.shape)
+    state.extend(*x.call, **SMALL)
+    assert state.batch == 3
 
 
 def test_steps_are_a_stream():
@@ -229,6 +303,17 @@ X = make_stream(T=6, dtype=np.float32)
         ({"detach_every": 0}, errors.ValueRangeError, "detach_every"),
         ({"mask": np.ones((2, 5), bool)}, errors.ShapeError, "mask"),
         ({"mask": np.ones((2, 6), int)}, errors.DtypeError, "mask"),
+        ({"mask": [[True] * 6] * 2}, errors.DtypeError, "mask"),
+        ({"update": "no"}, errors.DtypeError, "update"),
+        ({"chunk": 2**70}, errors.ValueRangeError, "chunk"),
+        ({"chunk": 10**5000}, errors.ValueRangeError, "chunk"),
+        ({"detach_every": 2**70}, errors.ValueRangeError, "detach_every"),
+        ({"value_rate": 10**400}, errors.ValueRangeError, "value_rate"),
+        ({"value_rate": 1e300}, errors.ValueRangeError, "value_rate"),
+        ({"key_rate": 1e-60}, errors.ValueRangeError, "key_rate"),
+        ({"epsilon": 1e-60}, errors.ValueRangeError, "epsilon"),
+        ({"epsilon": 1e60}, errors.ValueRangeError, "epsilon"),
+        ({"epsilon": 10**400}, errors.ValueRangeError, "epsilon"),
         ({"backend": "cuda"}, errors.BackendError, "cuda"),
     ],
 )
@@ -268,8 +353,28 @@ def test_a_call_that_does_not_go_on_the_stream_is_refused():
         (X.keys, X.table.astype(np.float64), errors.DtypeError),
         (X.keys.astype(np.float16), X.table.astype(np.float16), errors.DtypeError),
         (X.keys.tolist(), X.table, errors.DtypeError),
+        (X.keys[:0], X.table, errors.ShapeError),
+        (X.keys[..., :0], X.table, errors.ShapeError),
     ],
 )
 def test_a_start_that_does_not_fit_is_refused(keys, values, error):
     with pytest.raises(error, match="FwPKMState: "):
         FwPKMState(keys, values)
+
+
+def test_wrong_kinds_of_states_flags_and_steps_are_refused():
+    import sdm_lite
+
+    with pytest.raises(errors.DtypeError, match="per_sequence: expected True or False"):
+        FwPKMState(X.keys, X.table, per_sequence="no")
+    other = sdm_lite.MemoryState(np.zeros((1, 4, 2), np.float32), batch=1)
+    for state in (other, {}, "state"):
+        with pytest.raises(errors.DtypeError, match="fwpkm: state: expected an FwPKMState"):
+            fwpkm(*X.call, state)
+    state, token = FwPKMState(X.keys, X.table), [a[:, 0] for a in X.call]
+    with pytest.raises(errors.DtypeError, match="step: queries"):
+        state.step(token[0].tolist(), *token[1:])
+    with pytest.raises(errors.DtypeError, match="step: mask"):
+        state.step(*token, mask=[True, True])
+    with pytest.raises(errors.ShapeError, match="step: mask"):
+        state.step(*token, mask=np.ones((2, 1), bool))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fwpkm_cases import make_mask, make_stream
-from naive_fwpkm import stream
+from naive_fwpkm import stream, write
 from tolerances import relative_error, tolerance
 
 from sdm_lite import FwPKMState, autograd, fwpkm
@@ -111,6 +111,55 @@ def test_rows_that_no_token_reads_keep_their_bits(backend):
     read = np.unique(sdm_lite.idw_product_key_topk(x.queries, x.keys, 2, backend=backend)[1])
     assert len(changed) and set(changed) <= set(read)
     assert len(changed) <= 4 * 2 * 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("short", "lookahead"), [(1, 2), (1, 3), (2, 3)])
+def test_tokens_carried_from_a_short_chunk_keep_their_targets(short, lookahead, backend):
+    x = make_stream(T=short + 8)
+    options = {"k": 3, "chunk": 8, "lookahead": lookahead, "pairs": "carry", "backend": backend}
+    state = state_of(x)
+    state.extend(*x.tokens(0, short), **options)
+    state.flush(backend=backend)
+    assert state.values.tobytes() == x.table.tobytes(), "no pair of its own"
+    state.extend(*x.tokens(short, short + 8), **options)
+    q, v, g, keys, table = (torch.tensor(a) for a in x)
+    mask = torch.ones(g.shape, dtype=torch.bool)
+    carried = q[:, :short], g[:, :short], mask[:, :short]
+    plain = {**DEFAULTS, "k": 3, "lookahead": lookahead, "pairs": "carry"}
+    want = write(q[:, short:], v[:, short:], g[:, short:], mask[:, short:], carried, keys, table, **plain)
+    assert relative_error(state.keys, want[0].detach()) <= 1e-14
+    assert relative_error(state.values, want[1].detach()) <= 1e-14
+
+
+def test_a_target_beyond_a_short_chunk_is_no_pair():
+    x = make_stream(B=1, T=3)
+    state, options = state_of(x), {"k": 3, "chunk": 8, "lookahead": 2, "pairs": "carry"}
+    state.extend(*x.tokens(0, 1), **options)
+    state.flush()
+    state.extend(*x.tokens(1, 2), **options)
+    state.flush()  # the first token's target is the third
+    assert state.values.tobytes() == x.table.tobytes()
+    state.extend(*x.tokens(2, 3), **options)
+    state.flush()
+    assert state.values.tobytes() != x.table.tobytes()
+
+
+def test_a_call_without_tokens_changes_nothing():
+    x = make_stream(T=12)
+    tensors = [Tensor(a, requires_grad=True) for a in x]
+    state = FwPKMState(*tensors[3:])
+    state.extend(*x.tokens(0, 0), **SMALL)
+    readings = state.extend(*tensors[:3], **SMALL)
+    readings.sum().backward()
+    assert tensors[4].grad is not None, "the start's gradient is for the first call with tokens"
+    other, options = state_of(x), {**SMALL, "pairs": "carry", "lookahead": 2}
+    other.extend(*x.tokens(0, 4), **options)
+    want = other.fork()
+    other.extend(*x.tokens(4, 4), **{**options, "pairs": "drop", "lookahead": 1})
+    assert other._options == want._options
+    got, expected = (s.extend(*x.tokens(4, 12), **options) for s in (other, want))
+    assert got.tobytes() == expected.tobytes() and same(other, want)
 
 
 # ---- gradients --------------------------------------------------------------------------------------------------
