@@ -189,6 +189,11 @@ class FwPKMState:
         return self._shown([lane.keys for lane in self._known()], self._start.keys.shape)
 
     @property
+    def start_keys(self) -> Any:
+        """A copy of the keys [H, 2, n, h] that every sequence starts from."""
+        return self._as_given(self._start.keys.copy())
+
+    @property
     def values(self) -> Any:
         """A copy of the values, [n * n, D], or [B, n * n, D] per sequence."""
         return self._shown([lane.table.dense() for lane in self._known()], self._start.table.shape)
@@ -225,6 +230,9 @@ class FwPKMState:
 
     def _shown(self, found: list[np.ndarray], shape: tuple[int, ...]) -> Any:
         array = np.array(found, self.dtype).reshape(-1, *shape) if self.per_sequence else found[0].copy()
+        return self._as_given(array)
+
+    def _as_given(self, array: np.ndarray) -> Any:
         if self._kind == "torch":
             from . import torch_product_keys
 

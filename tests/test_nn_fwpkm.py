@@ -1,6 +1,7 @@
 """The fast-weight memory layer against its equations in plain torch, its states, and its place in a model."""
 
 import copy
+import pickle
 
 import naive_fwpkm as naive
 import pytest
@@ -385,6 +386,60 @@ def test_mistakes_say_what_and_how_to_fix(text):
 def test_wrong_places_are_named(memory):
     with pytest.raises(ValueRangeError, match=r"HybridLM: memory: expected .* Fix:"):
         model(memory=memory)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"dim": "a"}, {"k": 2.0}, {"sub_keys": True}, {"key_dim": 6.0}, {"chunk": 5.0}, {"num_heads": None}]
+)
+def test_sizes_are_whole_numbers(wrong):
+    with pytest.raises(DtypeError, match=r"FwPKM: \w+: expected a whole number"):
+        FwPKM(**{"dim": 8, **SIZES, **wrong})
+    with pytest.raises(ValueRangeError, match="FwPKM: epsilon"):
+        FwPKM(8, **SIZES, epsilon=0.0)
+
+
+def test_addresses_follow_the_states_sequences():
+    layer, x = build(per_sequence=True), inputs(2, 7)
+    fresh, (_, state) = layer.new_state(), layer(x)
+    for got, want in zip(layer.addresses(x, fresh), layer.addresses(x)):
+        assert torch.equal(got, want)
+    weights, slots = layer.addresses(x, state)
+    for i, own in enumerate(state.keys):
+        one = idw_product_key_topk(layer.queries(x)[i], own, layer.k, epsilon=layer.options["epsilon"])
+        assert torch.equal(weights[i], one[0]) and torch.equal(slots[i], one[1])
+    with pytest.raises(ShapeError, match="x: expected B = 2, the sequences of the state"):
+        layer.addresses(inputs(3, 7), state)
+    with pytest.raises(ShapeError, match="x: expected"):
+        layer.addresses(torch.zeros(2, 7, 9).double())
+    with pytest.raises(DtypeError, match="state: expected an FwPKMState"):
+        layer.addresses(x, {})
+    assert layer.addresses(inputs(0, 7), state.fork([]))[1].shape == (0, 7, 1, 3)
+
+
+def test_a_loaded_state_can_be_adopted(tmp_path):
+    layer, x = build(per_sequence=False), inputs(2, 7)
+    _, state = layer(x)
+    state.save(tmp_path / "state")
+    for kind in ("numpy", "torch"):
+        loaded, other = FwPKMState.load(tmp_path / "state", kind=kind), build(per_sequence=False)
+        assert isinstance(loaded.keys, torch.Tensor) == (kind == "torch")
+        assert torch.equal(other.addresses(x, loaded)[0], layer.addresses(x, state)[0])
+        other.adopt(loaded)
+        assert torch.equal(other.keys, state.keys) and torch.equal(other.values, state.values)
+    with pytest.raises(ValueRangeError, match="load: kind"):
+        FwPKMState.load(tmp_path / "state", kind="tape")
+    with pytest.raises(DtypeError, match="state: expected an FwPKMState"):
+        layer.adopt({"keys": layer.keys})
+    other = FwPKMState(torch.zeros(1, 2, 4, 5).double(), torch.zeros(16, 7).double())
+    with pytest.raises(ShapeError, match="state: expected keys and values"):
+        layer.adopt(other)
+
+
+def test_a_trained_layer_can_be_pickled():
+    layer, x = build().train(), inputs(2, 7)
+    layer(x)[0].sum().backward()
+    again = pickle.loads(pickle.dumps(layer))
+    assert torch.equal(again(x)[0], layer(x)[0])
 
 
 def test_wrong_inputs_and_states_are_named():

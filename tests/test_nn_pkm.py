@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from sdm_lite.errors import ShapeError, SlotError, ValueRangeError
+from sdm_lite.errors import DtypeError, ShapeError, SlotError, ValueRangeError
 from sdm_lite.nn import (
     HybridLM,
     ProductKeyMemory,
@@ -293,6 +293,12 @@ def test_mistakes_say_what_and_how_to_fix(text):
     with pytest.raises(ValueRangeError, match=text) as caught:
         ProductKeyMemory(10, **{**SIZES, **MISTAKES[text]})
     assert "expected" in str(caught.value) and "Fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [{"dim": "a"}, {"dim": 8.0}, {"sub_keys": True}, {"k": 2.0}, {"value_dim": "4"}])
+def test_sizes_are_whole_numbers(wrong):
+    with pytest.raises(DtypeError, match=r"ProductKeyMemory: \w+: expected a whole number"):
+        ProductKeyMemory(**{"dim": 10, **SIZES, **wrong})
 
 
 def test_wrong_inputs_are_named():

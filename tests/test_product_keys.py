@@ -257,3 +257,46 @@ def test_options_are_checked():
     for op, arguments in (("embedding_bag", (TABLE, SLOTS, WEIGHTS)), ("idw_product_key_topk", (Q, KEYS, 2))):
         with pytest.raises(errors.BackendError, match="cuda"):
             getattr(sdm_lite, op)(*arguments, backend="cuda")
+
+
+@pytest.mark.parametrize("epsilon", [1e-60, 1e60, 10**400, float("nan"), float("inf"), 0])
+def test_an_epsilon_is_one_in_the_compute_dtype(epsilon):
+    for q, keys in ((Q, KEYS), (torch.tensor(Q), torch.tensor(KEYS)), (Tensor(Q), KEYS)):
+        with pytest.raises(errors.ValueRangeError, match="idw_product_key_topk: epsilon: expected a finite number"):
+            sdm_lite.idw_product_key_topk(q, keys, 2, epsilon=epsilon)
+
+
+def test_a_float64_epsilon_may_be_what_float32_does_not_hold():
+    weights = sdm_lite.idw_product_key_topk(Q.astype(np.float64), KEYS.astype(np.float64), 2, epsilon=1e-60)[0]
+    assert np.isfinite(weights).all()
+
+
+@pytest.mark.parametrize("num_slots", [-1, 2**31, 2**70])
+def test_a_table_has_fewer_slots_than_int32_counts(num_slots):
+    with pytest.raises(errors.ValueRangeError, match="embedding_bag_gradient: num_slots"):
+        sdm_lite.embedding_bag_gradient(np.ones((0, 3)), np.zeros((0, 2), int), np.ones((0, 2)), num_slots)
+
+
+def test_a_table_of_another_byte_order_is_refused():
+    swapped = TABLE.astype(TABLE.dtype.newbyteorder(">"))
+    with pytest.raises(errors.DtypeError, match="embedding_bag: values: expected native byte order"):
+        sdm_lite.embedding_bag(swapped, SLOTS, WEIGHTS)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_empty_bags_have_gradients(sparse):
+    values = torch.ones(10, 3, requires_grad=True)
+    weights = torch.ones(4, 0, requires_grad=True)
+    y = sdm_lite.embedding_bag(values, torch.zeros(4, 0, dtype=torch.long), weights, sparse_gradient=sparse)
+    y.sum().backward()
+    assert y.shape == (4, 3) and weights.grad.shape == (4, 0) and not values.grad.to_dense().any()
+
+
+@pytest.mark.parametrize("cut", [np.s_[:0], np.s_[:, :, :0], np.s_[..., :0]])
+@pytest.mark.parametrize("op", ["idw_product_key_topk", "product_key_lookup"])
+def test_keys_without_numbers_are_refused(op, cut):
+    keys = KEYS[cut]
+    queries = np.ones((2, keys.shape[0], 2 * keys.shape[3]), np.float32)
+    for kind in (np.asarray, torch.tensor):
+        with pytest.raises(errors.ShapeError, match=f"{op}: keys"):
+            getattr(sdm_lite, op)(kind(queries), kind(keys), 1)

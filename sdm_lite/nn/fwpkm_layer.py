@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import DtypeError, ValueRangeError, message
-from ..fwpkm_op import fwpkm
+from ..errors import DtypeError, ShapeError, ValueRangeError, message
+from ..fwpkm_op import check_options, fwpkm
 from ..fwpkm_state import FwPKMState
 from ..product_key_memory import idw_product_key_topk
 from .checks import check_vectors
 from .gates import choose, plain_precision, widen
-from .product_key_memory import check_table
+from .product_key_memory import check_size, check_table
 
 _NAME = "FwPKM"
 
@@ -98,8 +98,8 @@ class FwPKM(nn.Module):
             ("lookahead", lookahead, 0),
             ("chunk", chunk, lookahead + 1),
         ):
-            if value < low:
-                raise ValueRangeError(message(_NAME, name, f"at least {low}", str(value), f"raise {name}"))
+            check_size(_NAME, name, value, low)
+        check_options(_NAME, k, chunk, lookahead, pairs, scale, value_rate, key_rate, epsilon, detach_every)
         self.dim, self.num_heads, self.k, self.num_slots = dim, num_heads, k, sub_keys**2
         self.gated_writes, self.per_sequence = gated_writes, per_sequence
         self.options: dict[str, Any] = {
@@ -162,9 +162,7 @@ class FwPKM(nn.Module):
             For an x or a state of another layer or batch.
         """
         check_vectors(_NAME, x, self.dim, self.Wq.weight)
-        if state is not None and not isinstance(state, FwPKMState):
-            fix = "pass what the previous call returned, or None"
-            raise DtypeError(message(_NAME, "state", "an FwPKMState", type(state).__name__, fix))
+        _check_state(state)
         queries, values = self.queries(x), self.targets(x)
         with plain_precision(x):
             gates = widen(self.Wgate(self.gate_norm(x)))[..., 0].sigmoid()
@@ -206,12 +204,24 @@ class FwPKM(nn.Module):
 
     def addresses(self, x: Tensor, state: FwPKMState | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights and slots [B, T, H, k] that x reads with the keys of `state`, for usage statistics."""
-        keys, queries = self.keys if state is None else state.keys, self.queries(x)
+        check_vectors(_NAME, x, self.dim, self.Wq.weight)
+        _check_state(state)
+        queries, epsilon = self.queries(x), self.options["epsilon"]
+        keys: Any = self.keys
+        if state is not None:
+            self._check_fits(state)
+            # before a first call there are no sequences: all will begin with the same keys
+            keys = state.start_keys if state.per_sequence and state.batch is None else state.keys
+            keys = torch.as_tensor(keys, device=queries.device)
         if keys.ndim == 4:
-            return idw_product_key_topk(queries, keys, self.k, epsilon=self.options["epsilon"])
-        found = [idw_product_key_topk(q, own, self.k, epsilon=self.options["epsilon"]) for q, own in zip(queries, keys)]
+            return idw_product_key_topk(queries, keys, self.k, epsilon=epsilon)
+        if len(keys) != len(queries):
+            fix = "pass the state of these sequences"
+            raise ShapeError(message(_NAME, "x", f"B = {len(keys)}, the sequences of the state", str(len(queries)), fix))
+        found = [idw_product_key_topk(queries[:0], self.keys, self.k, epsilon=epsilon)]  # gives B = 0 its shape
+        found += [idw_product_key_topk(q[None], own, self.k, epsilon=epsilon) for q, own in zip(queries, keys)]
         weights, slots = zip(*found)
-        return torch.stack(weights), torch.stack(slots)
+        return torch.cat(weights), torch.cat(slots)
 
     def adopt(self, state: FwPKMState | None = None) -> None:
         """Make the fast weights of `state` those that later calls start from; without one, of the last training call.
@@ -220,15 +230,31 @@ class FwPKM(nn.Module):
         batch; without such a call nothing changes. To be called after the backward pass: until then checkpointing
         may run the forward again, from the fast weights it began with.
         """
+        _check_state(state)
         state = self._reached if state is None else state
-        self._reached = None
         if state is None:
             return
+        self._check_fits(state)
         if state.per_sequence:
             fix = "pass a state with per_sequence=False"
             raise ValueRangeError(message(_NAME, "state", "one set of fast weights", "one per sequence", fix))
         # new tensors, not copies into the old ones: a graph may still need those
-        self.keys, self.values = state.keys.to(self.keys), state.values.to(self.values)
+        self.keys, self.values = (
+            torch.as_tensor(state.keys).to(self.keys),
+            torch.as_tensor(state.values).to(self.values),
+        )
+        self._reached = None
+
+    def _check_fits(self, state: FwPKMState) -> None:
+        wanted = (tuple(self.keys.shape), tuple(self.values.shape))
+        if state.lane_shapes() != wanted:
+            expected = f"keys and values {wanted[0]} and {wanted[1]}"
+            got = "{} and {}".format(*state.lane_shapes())
+            raise ShapeError(message(_NAME, "state", expected, got, "pass a state of this layer"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a state stays in its process; what the last call reached is of use to this layer alone
+        return {**self.__dict__, "_reached": None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         """Keep the fast weights wide where the module becomes bfloat16 or float16: many small writes add up in them."""
@@ -258,6 +284,12 @@ class FwPKM(nn.Module):
         """Return the elements of one set of fast weights and of a full open chunk."""
         open_tokens = (self.options["chunk"] - 1) * (self.Wq.out_features + self.values.shape[1] + 1)
         return self.keys.numel() + self.values.numel() + open_tokens
+
+
+def _check_state(state: Any) -> None:
+    if state is not None and not isinstance(state, FwPKMState):
+        fix = "pass what the previous call returned, or None"
+        raise DtypeError(message(_NAME, "state", "an FwPKMState", type(state).__name__, fix))
 
 
 def carry_fast_weights(model: nn.Module) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from ..errors import ValueRangeError, message
 from ..ops import product_key_topk
 from ..product_key_memory import embedding_bag
+from ..validate import whole_number
 from .checks import check_vectors
 from .gates import choose, plain_precision, widen
 from .usage import SlotUsage
@@ -88,8 +91,7 @@ class ProductKeyMemory(nn.Module):
         choose(_NAME, "query_norm", query_norm, ("rms", "layer", None))
         D = dim if value_dim is None else value_dim
         for name, size in (("dim", dim), ("value_dim", D)):
-            if size < 1:
-                raise ValueRangeError(message(_NAME, name, "at least 1", str(size), f"raise {name}"))
+            check_size(_NAME, name, size)
         self.dim, self.num_heads, self.k, self.num_slots = dim, num_heads, k, sub_keys**2
         self.weights, self.sparse_gradients = weights, sparse_gradients
         self.usage: SlotUsage | None = None
@@ -166,17 +168,22 @@ class ProductKeyMemory(nn.Module):
         return {"memory": 2 * (products + self.keys.numel() + self.num_heads * self.k * self.values.shape[1])}
 
 
-def check_table(op: str, sub_keys: int, num_heads: int, k: int, key_dim: int) -> None:
-    """Raise ValueRangeError unless the sizes of a product-key table fit each other."""
+def check_size(op: str, name: str, size: Any, low: int = 1) -> None:
+    """Raise unless `size` is a whole number of at least `low`."""
+    if whole_number(op, name, size) < low:
+        raise ValueRangeError(message(op, name, f"at least {low}", str(size), f"raise {name}"))
+
+
+def check_table(op: str, sub_keys: Any, num_heads: Any, k: Any, key_dim: Any) -> None:
+    """Raise ValueRangeError unless the sizes of a product-key table fit each other, DtypeError where one is no int."""
     for name, size in (("sub_keys", sub_keys), ("num_heads", num_heads)):
-        if size < 1:
-            raise ValueRangeError(message(op, name, "at least 1", str(size), f"raise {name}"))
+        check_size(op, name, size)
     if sub_keys**2 >= 2**31:
         expected, got = "fewer than 2^31 slots", f"{sub_keys} ** 2"
         raise ValueRangeError(message(op, "sub_keys", expected, got, "lower sub_keys"))
-    if not 1 <= k <= sub_keys**2:
+    if not 1 <= whole_number(op, "k", k) <= sub_keys**2:
         fix = "lower k or raise sub_keys"
         raise ValueRangeError(message(op, "k", f"1 to sub_keys ** 2 = {sub_keys**2} slots", str(k), fix))
-    if key_dim < 2 or key_dim % 2:
+    if whole_number(op, "key_dim", key_dim) < 2 or key_dim % 2:
         fix = "pass the width of both halves together"
         raise ValueRangeError(message(op, "key_dim", "an even number from 2", str(key_dim), fix))
