@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import pathlib
+import pickle
 import subprocess
 import sys
 import threading
@@ -456,3 +458,51 @@ def test_the_page_shows_what_the_example_prints(tmp_path):
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert f"```text\n{result.stdout}```" in (ROOT / "docs" / "state.md").read_text()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_a_copy_is_a_fork(duplicate):
+    args = make_case("plain", shared_state=True).arguments()
+    state = MemoryState(args[7], args[0].shape[0])
+    state.extend(*args[:7])
+    want = state.dense()
+    twin = duplicate(state)
+    assert np.array_equal(twin.dense(), want) and twin.tokens.tolist() == state.tokens.tolist()
+    twin.extend(*args[:7])
+    assert np.array_equal(state.dense(), want) and not np.array_equal(twin.dense(), want)
+    del twin
+    gc.collect()
+    other = state.fork([0])
+    other.reset(0)  # settles what the copy gave back; rows it gave out again would now be written
+    other.extend(*(a[:1] for a in args[:7]))
+    assert np.array_equal(state.dense(), want)
+
+
+def test_a_state_is_not_pickled():
+    with pytest.raises(sdm_lite.SdmError, match=r"save\(\)"):
+        pickle.dumps(MemoryState((1, 8, 2), 1))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "kind"),
+    [
+        (lambda state: MemoryState((1, 8, 2), 10**12), sdm_lite.ValueRangeError),
+        (lambda state: MemoryState((1, 8, 2), 2**31 - 1), StateFull),
+        (lambda state: state.append(10**13), sdm_lite.ValueRangeError),
+        (lambda state: state.append(2**30 - 3), StateFull),
+        (lambda state: state.reset([[0], [0, 1]]), sdm_lite.DtypeError),
+        (lambda state: state.reset(None), sdm_lite.DtypeError),
+    ],
+)
+def test_absurd_sizes_and_indices_change_nothing(mistake, kind):
+    state = MemoryState((2, 8, 2), 2)
+    with pytest.raises(kind, match="MemoryState"):
+        mistake(state)
+    assert state.batch == 2 and state.tokens.tolist() == [0, 0]
+
+
+def test_another_batch_is_a_mistake_of_the_values():
+    args = make_case("plain", shared_state=True).arguments()
+    state = MemoryState(args[7], args[0].shape[0] + 3)
+    with pytest.raises(sdm_lite.ShapeError, match=f"values: expected a batch of {state.batch}"):
+        state.step(*(a[:, 0] for a in args[:7]))

@@ -356,3 +356,17 @@ def test_absurd_headers_allocate_nothing(initial, tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("path", [None, 3, b"bytes", "a\0b", "", "\ud800"])
+def test_what_is_no_path_is_refused(initial, path):
+    state = written(initial)
+    for use in (lambda: state.save(path), lambda: MemoryState.load(path, initial=initial)):
+        with pytest.raises((sdm_lite.DtypeError, sdm_lite.ValueRangeError), match="path"):
+            use()
+
+
+def test_a_base_that_is_no_path_is_refused(initial, tmp_path):
+    with pytest.raises(sdm_lite.DtypeError, match="base"):
+        written(initial).save(tmp_path / "state", base=5)
+    assert not (tmp_path / "state").exists()

@@ -270,6 +270,8 @@ class MemoryState:
         with self._alone(op), self._pool.lock:
             _check_lanes(op, "n", self.batch + n, self._initial.shape[0])
             with _enough_memory(op):
+                # refused at once where it is too large, before anything is filled
+                np.empty((self.batch + n, self._initial.shape[0], *self._index.table.shape[1:]), np.int32)
                 sources = np.concatenate([np.arange(self.batch), np.full(n, -1)])
             self._rearrange(op, sources)
 
