@@ -134,9 +134,7 @@ def after_call(
     for name, x in named.items():
         validate.check_dtype(op, name, x, arrays.FLOATS)
     validate.check_topk(op, options.k, keys[2] ** 2, "lower k or use more sub-keys")
-    check_epsilon(op, options.epsilon, state.dtype.name)
-    for name in ("value_rate", "key_rate"):
-        check_number(op, name, getattr(options, name), state.dtype.name, _RATE_FIX)
+    check_in_dtype(op, options, state.dtype.name)
     valid = _mask(op, mask, (batch, tokens))
     name = host_backend(op, kind, backend)
     rooms.room(name, op)
@@ -191,6 +189,13 @@ def check_options(
 def _count_text(number: int) -> str:
     # Python refuses to print an int of thousands of digits
     return str(number) if abs(number) <= _MOST_TOKENS else "an int beyond 64 bits"
+
+
+def check_in_dtype(op: str, options: StreamOptions, dtype: str) -> None:
+    """Raise ValueRangeError where a number of the options is lost in the state's dtype."""
+    check_epsilon(op, options.epsilon, dtype)
+    for name in ("value_rate", "key_rate"):
+        check_number(op, name, getattr(options, name), dtype, _RATE_FIX)
 
 
 def check_flag(op: str, name: str, value: Any) -> bool:
