@@ -11,7 +11,7 @@ from caches import same_cache
 
 from sdm_lite.app import checkpoint, cli, generate, models
 from sdm_lite.app.settings import TRAIN_PRESETS, Settings
-from sdm_lite.nn import HybridState
+from sdm_lite.nn import HybridLM, HybridState
 
 TINY = {**TRAIN_PRESETS["tiny"], "layers": ("swa", "mixer")}
 
@@ -173,7 +173,7 @@ def test_state_show_of_a_session(trained, tmp_path, capsys):
     assert f"{owned:,}" in printed and f" {len(changed)} " in printed and " 15 " in printed
     assert owned == len(changed) * 32 * 4
     head, slot = max(changed, key=lambda at: dense[0, at[0], at[1]].norm())
-    assert f"layer 1: 1 heads of 64 slots of 32 float32; rule shared head {head} slot {slot}:" in printed
+    assert f"layer 2: 1 head of 64 slots of 32 float32; rule shared head {head} slot {slot}:" in printed
     assert (tmp_path / "slots.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -190,6 +190,25 @@ def test_state_show_of_several_sequences_and_of_a_memory(trained, tmp_path, caps
     cache.layers[1].memory.save("memory")
     assert run("state", "show", "memory") == 0
     assert "written by 2 of 3" in " ".join(capsys.readouterr().out.split())
+
+
+def test_state_show_of_fast_weights(capsys):
+    options = {"fwpkm": dict(sub_keys=4, k=2, key_dim=4, value_dim=8, chunk=4)}
+    sizes = dict(num_heads=2, memory=("fwpkm@2",), options=options)
+    model, cache = HybridLM(256, 16, 2, layers=["swa", "conv"], **sizes).eval(), HybridState()
+    model.generate(ids("abcd"), 5, cache=cache)
+    cache.fork([0, 0]).save("fast")
+    owned = cache.fork([0, 0]).layers[1].fast.nbytes().owned
+    assert run("state", "show", "fast") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"layer 2: fast weights, 1 head, 16 slots of 8; tokens 9, 9; {owned:,} bytes owned" in printed
+
+
+def test_state_show_of_a_file_of_something_else(trained, capsys):
+    weights = next(trained.glob("model-*.safetensors"))
+    assert run("state", "show", weights) == 2
+    error = capsys.readouterr().err
+    assert "state show" in error and "HybridState.load" not in error
 
 
 def test_state_show_of_what_is_no_state(trained, tmp_path, capsys):

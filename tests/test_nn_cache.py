@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import resource
@@ -13,7 +14,7 @@ import torch
 from caches import same_cache
 
 from sdm_lite import MemoryState
-from sdm_lite.errors import FileError, FileFormatError, SdmError, ShapeError, ValueRangeError
+from sdm_lite.errors import DtypeError, FileError, FileFormatError, SdmError, ShapeError, StateFull, ValueRangeError
 from sdm_lite.nn import SMALL_MODEL_OPTIONS, HybridLM, HybridState, MixerState, SparseDeltaMemory
 
 VOCAB = 19
@@ -418,3 +419,109 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert path.read_bytes() == before and [one.name for one in tmp_path.iterdir()] == ["cache"]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_a_copy_of_a_cache_is_a_fork(duplicate):
+    model = build("sdm")
+    cache = started(model, tokens(2, 5))
+    fork, twin = cache.fork([0, 1]), duplicate(cache)
+    assert same_cache(twin, cache)
+    run(model, twin, tokens(2, 3, seed=4))
+    assert same_cache(cache, fork) and twin.positions == [8, 8]
+    assert duplicate(HybridState()).layers == []
+
+
+def test_a_deep_copy_of_a_layers_state_has_its_own_memory():
+    model = build("sdm")
+    cache = started(model, tokens(2, 5))
+    layer = cache.layers[1]
+    twin = copy.deepcopy(layer)
+    twin.memory.reset([0, 1])
+    assert layer.memory.tokens.tolist() == [5, 5] and twin.memory.tokens.tolist() == [0, 0]
+
+
+def test_a_file_knows_the_weights_it_is_of(tmp_path):
+    model = build("zero")
+    started(model, tokens(1, 4)).save(tmp_path / "cache")
+    other = build("zero", seed=1)
+    with pytest.raises(FileFormatError, match="a cache of weights sha256"):
+        HybridState.load(tmp_path / "cache", other)
+    loaded = HybridState.load(tmp_path / "cache", model)
+    loaded.save(tmp_path / "again")
+    assert same_cache(HybridState.load(tmp_path / "again", model), loaded)
+    other.load_state_dict(model.state_dict())
+    assert HybridState.load(tmp_path / "cache", other).positions == [4]
+
+
+def test_saving_without_the_model_asks_for_a_name(tmp_path):
+    model = build("zero")
+    cache = started(model, tokens(1, 4))
+    alone = HybridState(cache.layers, cache.recent, cache.config)
+    with pytest.raises(ValueRangeError, match="of: expected a name of the weights"):
+        alone.save(tmp_path / "cache")
+    alone.save(tmp_path / "cache", of="mine")
+    assert HybridState.load(tmp_path / "cache", model, of="mine").positions == [4]
+
+
+@pytest.mark.parametrize("name", ["sdm", "full"])
+def test_a_cache_whose_sequences_are_gone_is_saved_and_goes_on(tmp_path, name):
+    model = build(name)
+    cache = started(model, tokens(2, 5))
+    cache.evict([0, 1])
+    model(tokens(0, 3), cache, inplace=True)
+    cache.save(tmp_path / "cache")
+    loaded = HybridState.load(tmp_path / "cache", model)
+    loaded.append(2)
+    ids = tokens(2, 4)
+    assert loaded.positions == [0, 0]
+    assert torch.equal(run(model, loaded, ids), run(model, HybridState(), ids))
+
+
+@pytest.mark.parametrize("path", [None, 3, b"bytes", "a\0b", ""])
+def test_what_is_no_path_is_refused(path):
+    model = build("zero")
+    cache = started(model, tokens(1, 2))
+    for use in (lambda: cache.save(path), lambda: HybridState.load(path, model)):
+        with pytest.raises((DtypeError, ValueRangeError), match="path"):
+            use()
+
+
+def test_what_is_no_model_or_name_is_refused(tmp_path):
+    model = build("zero")
+    cache = started(model, tokens(1, 2))
+    cache.save(tmp_path / "cache")
+    for use in (
+        lambda: cache.save(tmp_path / "cache", of=3),
+        lambda: HybridState.load(tmp_path / "cache", model, of=3),
+        lambda: HybridState.load(tmp_path / "cache", None),
+    ):
+        with pytest.raises(DtypeError, match="HybridState"):
+            use()
+
+
+@pytest.mark.parametrize("name", ["sdm", "full", "gdn"])
+def test_absurdly_many_new_sequences_change_nothing(name):
+    model = build(name)
+    cache = started(model, tokens(2, 5))
+    before = cache.fork([0, 1])
+    with pytest.raises(ValueRangeError, match="HybridState.append: n"):
+        cache.append(10**14)
+    assert same_cache(cache, before)
+
+
+def test_a_memory_that_refuses_new_sequences_leaves_the_others_as_they_were(monkeypatch):
+    torch.manual_seed(0)
+    model = HybridLM(VOCAB, 16, 2, layers=["sdm", "sdm"], **SIZES).eval()
+    cache = started(model, tokens(2, 5))
+    before, append = cache.fork([0, 1]), MemoryState.append
+
+    def refuse(memory, n):
+        if memory is cache.layers[1].memory:
+            raise StateFull("no room")
+        append(memory, n)
+
+    monkeypatch.setattr(MemoryState, "append", refuse)
+    with pytest.raises(StateFull):
+        cache.append(2)
+    assert same_cache(cache, before)

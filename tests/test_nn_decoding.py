@@ -8,7 +8,7 @@ import pytest
 import torch
 from caches import same_cache
 
-from sdm_lite.errors import ValueRangeError
+from sdm_lite.errors import DtypeError, ValueRangeError
 from sdm_lite.nn import SMALL_MODEL_OPTIONS, HybridLM, HybridState, stream_tokens
 from sdm_lite.nn.speculative import Drafter, check_exactly
 
@@ -193,3 +193,24 @@ def test_no_tokens_of_a_beam():
 def test_mistakes(options, word):
     with pytest.raises(ValueRangeError, match=word):
         build("sdm").generate(prompt(1, 2), 3, **options)
+
+
+# ---------------------------------------------------------------- edges
+
+
+@pytest.mark.parametrize("how", [{}, {"speculative": True}, {"speculative": "batched"}, {"num_beams": 2}])
+@pytest.mark.parametrize("cached", [False, True])
+def test_no_sequences_are_continued_to_no_sequences(how, cached):
+    cache = HybridState() if cached else None
+    assert build("sdm").generate(prompt(0, 4), 5, cache=cache, **how).shape == (0, 9)
+
+
+@pytest.mark.parametrize("beams", [2.5, True, 1.0, "2"])
+def test_beams_that_are_no_whole_number_are_refused(beams):
+    with pytest.raises(DtypeError, match="num_beams: expected a whole number"):
+        build("sdm").generate(prompt(1, 4), 3, num_beams=beams)
+
+
+def test_more_beams_than_continuations_are_a_whole_search():
+    model, ids = build("sdm"), prompt(1, 4)
+    assert torch.equal(model.generate(ids, 2, num_beams=10**6), model.generate(ids, 2, num_beams=25))

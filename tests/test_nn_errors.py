@@ -214,3 +214,15 @@ def test_a_saved_state_of_a_model_loads_with_weights_only(tmp_path):
         torch.save(state, tmp_path / "state.pt")
         loaded = torch.load(tmp_path / "state.pt", weights_only=True)
         assert torch.equal(model(ids, loaded)[0], model(ids, state)[0])
+
+
+def test_a_model_on_the_meta_device_is_refused_or_runs():
+    ids = torch.tensor([[1, 2, 3]], device="meta")
+    with torch.no_grad():
+        model = HybridLM(16, 8, 1, layers=["swa"], num_heads=2).to("meta")
+        assert model(ids).shape == (1, 3, 16)
+        model = HybridLM(16, 8, 1, layers=["sdm"], num_heads=2, slots_per_head=16, num_writes=4, num_reads=4)
+        with pytest.raises(DeviceError):
+            model.to("meta")(ids)
+        with pytest.raises(DtypeError):
+            SlidingWindowAttention(8, 2).to("meta")(torch.zeros(1, 3, 8, device="meta", dtype=torch.bfloat16))

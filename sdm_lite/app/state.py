@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..arrays import widen_bf16
+from ..fwpkm_state import FwPKMState
 from ..memory_state import files as memory_files
 from ..nn import cache_files
 from .mistakes import mistake
@@ -49,9 +50,9 @@ class SlotUse(NamedTuple):
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Print sequences, tokens, rows and slots of a file, and draw the use of slots; return the exit code."""
+    """Print sequences, tokens, rows, slots and fast weights of a file, draw the use of slots; return the exit code."""
     path = Path(options.file)
-    tokens, memories = read(path)
+    tokens, memories, fast = read(path)
     table = Table(title=Text(str(path)), title_justify="left")
     for name in ("sequence", "tokens", *(f"rows owned, layer {one.layer}" for one in memories), "bytes owned"):
         table.add_column(name, justify="right")
@@ -63,26 +64,54 @@ def run(options: argparse.Namespace, console: Console) -> int:
     for one in memories:
         config = one.config
         console.print(
-            f"layer {one.layer}: {config['heads']} heads of {config['slots']:,} slots of {config['width']}"
+            f"layer {one.layer}: {counted(config['heads'], 'head')} of {config['slots']:,} slots of {config['width']}"
             f" {config['dtype']}; rule {config['rule']}",
             highlight=False,
         )
         for head, slot, owners, length in one.most_used():
             line = f"  head {head} slot {slot}: written by {owners} of {len(tokens)}, row of length {length:.4g}"
             console.print(line, highlight=False)
+    for layer, state in fast:
+        console.print(_fast_line(layer, state), highlight=False)
     if options.plot is not None:
         _plot(Path(options.plot), path, memories)
         console.print(f"wrote {options.plot}", highlight=False, markup=False)
     return 0
 
 
-def read(path: Path) -> tuple[list[int], list[SlotUse]]:
-    """Return the tokens of each sequence, and the memories of a file of `HybridState.save` or `MemoryState.save`."""
-    if cache_files.format_of(path) == memory_files.FORMAT:
+def read(path: Path) -> tuple[list[int], list[SlotUse], list[tuple[int, FwPKMState]]]:
+    """Return what a file of `HybridState.save` or `MemoryState.save` holds, layers counted from 1.
+
+    That is the tokens of each sequence, the sparse memories, and (layer, state) of the fast-weight memories.
+    """
+    found = cache_files.format_of(COMMAND, path)
+    if found == memory_files.FORMAT:
         contents = memory_files.read(COMMAND, path)
-        return contents.tokens.tolist(), [_use(0, contents)]
-    positions, memories = cache_files.memories_in(path)
-    return positions, [_use(layer, contents) for layer, contents in memories]
+        return contents.tokens.tolist(), [_use(1, contents)], []
+    if found != cache_files.FORMAT:
+        got = "none" if found is None else repr(found)
+        expected, fix = "a saved HybridState or MemoryState", "name a session, or what save() wrote"
+        raise mistake(COMMAND, str(path), expected, f"a file of format {got}", fix)
+    positions, memories, fast = cache_files.parts_of(COMMAND, path)
+    uses = [_use(layer + 1, contents) for layer, contents in memories]
+    return positions, uses, [(layer + 1, state) for layer, state in fast]
+
+
+def counted(count: int, word: str) -> str:
+    """Return a number and a word, in the plural where it is not 1."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def _fast_line(layer: int, state: FwPKMState) -> str:
+    """Return what a line says of a layer's fast weights."""
+    (heads, *_), (slots, width) = state.lane_shapes()
+    size = state.nbytes()
+    position = state.position
+    seen = ", ".join(f"{int(count):,}" for count in np.atleast_1d(np.asarray(position)))
+    return (
+        f"layer {layer}: fast weights, {counted(heads, 'head')}, {slots:,} slots of {width}; tokens {seen};"
+        f" {size.owned:,} bytes owned, {size.shared:,} of the start"
+    )
 
 
 def _use(layer: int, contents: memory_files.Contents) -> SlotUse:

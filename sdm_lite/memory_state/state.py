@@ -402,7 +402,8 @@ class MemoryState:
         old, tokens = self._index, self._tokens
         with _enough_memory(op):
             if len(sources) and not len(tokens):
-                index, tokens = _empty_index(op, len(sources) * self._initial.shape[0]), np.zeros(len(sources), np.int64)
+                index = _empty_index(op, len(sources) * self._initial.shape[0])
+                tokens = np.zeros(len(sources), np.int64)
             else:
                 tokens = np.where(sources < 0, 0, tokens[sources])
                 index = self._copied(sources)

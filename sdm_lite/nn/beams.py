@@ -31,14 +31,15 @@ def beam_search(model: HybridLM, ids: Tensor, count: int, beams: int, cache: Hyb
     scores = logits.new_zeros(B, 1, dtype=torch.float64)
     tokens = ids.new_empty(B, 1, 0)
     for index in range(count):
+        live = scores.shape[1]
         scores, source, token = _extend(scores, logits, beams)
         tokens = torch.cat([_taken(tokens, source), token[..., None].to(ids.dtype)], dim=-1)
-        flat = (source + torch.arange(B)[:, None] * (logits.shape[0] // B)).flatten().tolist()
+        flat = (source + torch.arange(B)[:, None] * live).flatten().tolist()
         if cache is not None or index + 1 < count:
             state.reorder(flat)
             logits = step(model, token.reshape(-1, 1).to(ids.dtype), state)
     if cache is not None:  # the first beam of each prompt is its best
-        cache.reorder(range(0, B * scores.shape[1], scores.shape[1]))
+        cache.reorder([i * scores.shape[1] for i in range(B)])
     return tokens[:, 0]
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import validate
-from ..errors import ShapeError, ValueRangeError, message
+from ..errors import ShapeError, StateFull, ValueRangeError, message
 from ..memory_state import MemoryState
 from .state import MixerState
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .hybrid_lm import HybridLM
 
 _NAME = "HybridState"
+_MOST = 2**31  # sequences, as in MemoryState
 
 
 class CacheBytes(NamedTuple):
@@ -105,6 +106,17 @@ class HybridState:
     config: dict[str, Any] | None = None
     interrupted: bool = field(default=False, repr=False)
     _marks: list[CacheMark] = field(default_factory=list, repr=False, compare=False)
+    _model: weakref.ref[HybridLM] | None = field(default=None, repr=False, compare=False)
+
+    def __copy__(self) -> HybridState:
+        """Return a fork of all sequences; of an empty cache, an empty one."""
+        return self.fork(range(self.batch)) if self.layers else HybridState(config=self.config, _model=self._model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HybridState:
+        return self.__copy__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_model": None}  # weights are no part of a cache
 
     def __repr__(self) -> str:
         return f"HybridState({len(self.layers)} layers, positions {self.positions}, {self.nbytes()})"
@@ -155,35 +167,51 @@ class HybridState:
         for index, memory in self.memories():
             layers[index].memory = memory.fork(chosen.tolist())
         recent = None if self.recent is None else self.recent[chosen]
-        return HybridState(layers, recent, self.config)
+        return HybridState(layers, recent, self.config, _model=self._model)
 
     def reorder(self, indices: Sequence[int]) -> None:
         """Make the sequences those named, in that order; repeats allowed, and the batch follows."""
         chosen = self._sequences("reorder", indices)
         for _, memory in self.memories():
             memory.reorder(chosen.tolist())
-        self._rearrange(chosen)
+        self.layers, self.recent = self._arranged(chosen)
 
     def reset(self, i: int | Sequence[int]) -> None:
         """Put sequences (one index or several) back before their first token."""
-        chosen = self._sequences("reset", i if isinstance(i, (Sequence, Tensor)) else [i])
+        listed = i.tolist() if hasattr(i, "tolist") else i
+        chosen = self._sequences("reset", listed if isinstance(listed, (list, tuple, range)) else [listed])
         self._refuse_dense("reset")
         for _, memory in self.memories():
             memory.reset(chosen.tolist())
         sources = torch.arange(self.batch)
         sources[chosen] = -1
-        self._rearrange(sources)
+        self.layers, self.recent = self._arranged(sources)
 
     def append(self, n: int = 1) -> None:
         """Add n sequences before their first token, after the others."""
         self._sequences("append", [])
-        n = validate.whole_number(f"{_NAME}.append", "n", n)
-        if n < 0:
-            raise ValueRangeError(message(f"{_NAME}.append", "n", "at least 0", str(n), "pass how many to add"))
+        op = f"{_NAME}.append"
+        n = validate.whole_number(op, "n", n)
+        if not 0 <= n < _MOST - self.batch:
+            expected = f"at least 0, at most {_MOST - 1 - self.batch}"
+            raise ValueRangeError(message(op, "n", expected, str(n), "pass how many to add"))
         self._refuse_dense("append")
-        for _, memory in self.memories():
-            memory.append(n)
-        self._rearrange(torch.cat([torch.arange(self.batch), torch.full((n,), -1)]))
+        old = self.batch
+        try:
+            after = self._arranged(torch.cat([torch.arange(old), torch.full((n,), -1)]))
+        except (RuntimeError, MemoryError) as error:  # torch's form of no memory, and NumPy's
+            expected, got = f"memory for {old + n} sequences", str(error).splitlines()[0]
+            raise StateFull(message(op, "n", expected, got, "add fewer")) from error
+        moved: list[MemoryState] = []
+        try:
+            for _, memory in self.memories():
+                memory.append(n)
+                moved.append(memory)
+        except BaseException:
+            for memory in moved:
+                memory.evict(range(old, old + n))
+            raise
+        self.layers, self.recent = after
 
     def evict(self, indices: Sequence[int]) -> None:
         """Remove sequences; those after them move up."""
@@ -192,7 +220,7 @@ class HybridState:
             memory.evict(gone.tolist())
         kept = torch.ones(self.batch, dtype=torch.bool)
         kept[gone] = False
-        self._rearrange(kept.nonzero()[:, 0])
+        self.layers, self.recent = self._arranged(kept.nonzero()[:, 0])
 
     def _sequences(self, verb: str, indices: Any) -> Tensor:
         """Return indices as int64 [n], or raise where one is no sequence of this cache."""
@@ -222,11 +250,11 @@ class HybridState:
             fix = "start from HybridState() with inplace=True"
             raise ValueRangeError(message(f"{_NAME}.{verb}", "cache", expected, got, fix))
 
-    def _rearrange(self, sources: Tensor) -> None:
-        """Bring everything but the MemoryStates into the order `sources`, -1 for a new sequence."""
-        self.layers = [layer.select(sources) for layer in self.layers]
+    def _arranged(self, sources: Tensor) -> tuple[list[MixerState], Tensor]:
+        """Return layers and recent tokens, MemoryStates as they are, in the order `sources`, -1 for a new sequence."""
+        layers = [layer.select(sources) for layer in self.layers]
         old = torch.cat([self.recent, self.recent.new_full((1, 3), -1)])  # type: ignore[list-item, union-attr]
-        self.recent = old[sources]  # -1 is the row without tokens
+        return layers, old[sources]  # -1 is the row without tokens
 
     # ------------------------------------------------------------ marks
 
@@ -277,9 +305,10 @@ class HybridState:
 
     # ------------------------------------------------------------ calls and files
 
-    def bind(self, config: dict[str, Any], batch: int) -> None:
+    def bind(self, model: HybridLM, batch: int) -> None:
         """Take the model's configuration, or raise for a cache of another model or batch, or one that was cut off."""
         self.check_whole("HybridLM")
+        config = model.config
         fix = "pass the state of these sequences in this model"
         if self.config is not None and self.config is not config and self.config != config:
             name = next(key for key in {**self.config, **config} if self.config.get(key) != config.get(key))
@@ -289,6 +318,8 @@ class HybridState:
             expected, got = f"a state of {batch} sequences, as ids has", f"one of {self.batch}"
             raise ShapeError(message("HybridLM", "state", expected, got, fix))
         self.config = config
+        if not torch.compiler.is_compiling():  # a graph has no weak references
+            self._model = weakref.ref(model)
 
     def check_whole(self, op: str) -> None:
         """Raise ValueRangeError where a call was cut off and left the layers at different tokens."""
@@ -296,15 +327,15 @@ class HybridState:
             fix = "roll back to a mark, or start anew"
             raise ValueRangeError(message(op, "state", "one whose layers are in step", "one cut off in a call", fix))
 
-    def save(self, path: str | Path, *, of: str | None = None) -> None:
+    def save(self, path: Any, *, of: str | None = None) -> None:
         """Write the cache to a safetensors file, whole or not at all: see :func:`sdm_lite.nn.cache_files.save`."""
         from . import cache_files
 
-        cache_files.save(self, Path(path), of)
+        cache_files.save(self, path, of)
 
     @staticmethod
-    def load(path: str | Path, model: HybridLM, *, of: str | None = None) -> HybridState:
+    def load(path: Any, model: HybridLM, *, of: str | None = None) -> HybridState:
         """Return the cache that :meth:`save` wrote, for `model`: see :func:`sdm_lite.nn.cache_files.load`."""
         from . import cache_files
 
-        return cache_files.load(Path(path), model, of)
+        return cache_files.load(path, model, of)

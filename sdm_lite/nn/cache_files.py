@@ -10,19 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import BackendError, FileError, FileFormatError, ValueRangeError, message
+from ..errors import BackendError, DtypeError, FileError, FileFormatError, ValueRangeError, message
 from ..fwpkm_state import FwPKMState
 from ..memory_state import MemoryState
 from ..memory_state import files as memory_files
-from ..whole_files import write_whole
+from ..whole_files import as_path, write_whole
 from .cache import HybridState
 from .state import MixerState, tidy
 
@@ -35,30 +36,40 @@ _DAMAGED = "use another file"
 _SIZES = tuple[int, ...]
 
 
-def save(cache: HybridState, path: Path, of: str | None = None) -> None:
+def save(cache: HybridState, path: Any, of: str | None = None) -> None:
     """Write `cache` to `path` under a temporary name, sync it to the disk and rename it: the old file or the new one.
 
     Parameters
     ----------
     cache : HybridState
         One that has seen tokens.
-    path : Path
+    path : path
     of : str or None
-        A name of the model's weights, such as a checkpoint's hash; loading asks for the same.
+        A name of the model's weights, such as a checkpoint's hash; loading asks for the same. None: the SHA-256 of the
+        parameters and buffers, which costs a pass over them, about a second a gigabyte.
 
     Raises
     ------
+    DtypeError
+        Where `path` is no path, or `of` no string.
     ValueRangeError
-        Where there is nothing to save, or a call was cut off.
+        Where there is nothing to save, a call was cut off, or the model that `of` would name is gone.
     FileError
         (an OSError) where the file cannot be written; one that was there before stays.
     BackendError
         Where safetensors is not installed.
     """
-    torch_files = _safetensors(_SAVE).torch
+    torch_files, path = _safetensors(_SAVE).torch, as_path(_SAVE, "path", path)
+    _check_name(_SAVE, of)
     if not cache.layers or cache.recent is None:
         raise ValueRangeError(message(_SAVE, "cache", "a cache that has seen tokens", "an empty one", "decode first"))
     cache.check_whole(_SAVE)
+    if of is None:
+        model = None if cache._model is None else cache._model()
+        if model is None:
+            got, fix = "neither `of` nor the model", "pass of=, or keep the model while its caches are in use"
+            raise ValueRangeError(message(_SAVE, "of", "a name of the weights", got, fix))
+        of = weights_of(model)
     tensors = {"recent": cache.recent, "positions": torch.tensor(cache.positions, dtype=torch.int64)}
     for index, layer in enumerate(cache.layers):
         parts = {"keys": layer.keys, "values": layer.values, **{f"taps.{name}": x for name, x in layer.taps.items()}}
@@ -70,7 +81,7 @@ def save(cache: HybridState, path: Path, of: str | None = None) -> None:
             parts["fast_file"] = _bytes_of(layer.fast)
         tensors |= {f"layers.{index}.{name}": part for name, part in parts.items() if part is not None}
     whole = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    notes = {"format": FORMAT, "config": json.dumps(cache.config), "of": of or ""}
+    notes = {"format": FORMAT, "config": json.dumps(cache.config), "of": of}
     notes["sha256"] = _digest(whole, notes)
     try:
         write_whole(path, lambda temporary: torch_files.save_file(whole, temporary, notes))
@@ -78,19 +89,21 @@ def save(cache: HybridState, path: Path, of: str | None = None) -> None:
         raise _unwritable(path, error) from error
 
 
-def load(path: Path, model: HybridLM, of: str | None = None) -> HybridState:
+def load(path: Any, model: HybridLM, of: str | None = None) -> HybridState:
     """Return the cache saved in `path`, for `model`.
 
     Parameters
     ----------
-    path : Path
+    path : path
     model : HybridLM
-        Of the saved configuration and initial memories.
+        Of the saved configuration and weights.
     of : str or None
         What `save` was given.
 
     Raises
     ------
+    DtypeError
+        Where `path` is no path, `model` no HybridLM or `of` no string.
     FileFormatError
         (a ValueError) where the file is damaged, or of another model: both values are named.
     FileError
@@ -98,6 +111,12 @@ def load(path: Path, model: HybridLM, of: str | None = None) -> HybridState:
     BackendError
         Where safetensors is not installed.
     """
+    from .hybrid_lm import HybridLM
+
+    path = as_path(_LOAD, "path", path)
+    if not isinstance(model, HybridLM):
+        raise DtypeError(message(_LOAD, "model", "a HybridLM", type(model).__name__, "pass the model that it is of"))
+    _check_name(_LOAD, of)
 
     def check(notes: dict[str, str], shapes: dict[str, _SIZES]) -> None:
         _check_format(path, notes, shapes)
@@ -107,51 +126,72 @@ def load(path: Path, model: HybridLM, of: str | None = None) -> HybridState:
     return _built(path, _read(path, check), model)
 
 
-def format_of(path: Path) -> str | None:
-    """Return the format that a safetensors file names; raises as :func:`load`."""
-    with _opened(path) as file:
+def weights_of(model: HybridLM) -> str:
+    """Return "sha256:" and the SHA-256 of a model's parameters and buffers, names, dtypes and shapes included."""
+    return f"sha256:{_digest(model.state_dict(), {})}"
+
+
+def _check_name(op: str, of: Any) -> None:
+    if not isinstance(of, (str, type(None))):
+        fix = "pass a checkpoint's hash, or leave it out"
+        raise DtypeError(message(op, "of", "a string that names the weights", f"{of!r:.40}", fix))
+
+
+def format_of(op: str, path: Path) -> str | None:
+    """Return the format that a safetensors file names; raises as :func:`load`, in the name of `op`."""
+    with _opened(path, op) as file:
         return (file.metadata() or {}).get("format")
 
 
-def memories_in(path: Path) -> tuple[list[int], list[tuple[int, memory_files.Contents]]]:
-    """Return (tokens of each sequence, (layer, contents) of each MemoryState) of a cache's file, without its model.
+class FileParts(NamedTuple):
+    """What a cache's file holds, apart from windows and dense states; layers counted from 0."""
 
-    Raises as :func:`load`.
-    """
-    tensors = _read(path, lambda notes, shapes: _check_format(path, notes, shapes))
-    found = []
+    tokens: list[int]  # of each sequence
+    memories: list[tuple[int, memory_files.Contents]]
+    fast: list[tuple[int, FwPKMState]]
+
+
+def parts_of(op: str, path: Path) -> FileParts:
+    """Return what a cache's file holds, without its model; raises as :func:`load`, in the name of `op`."""
+    tensors = _read(path, lambda notes, shapes: _check_format(path, notes, shapes, op), op)
+    memories, fast = [], []
     for index in range(len(tensors)):
         contents = tensors.get(f"layers.{index}.memory_file")
         if contents is not None:
-            found.append((index, _with_file(contents, lambda inner: memory_files.read(_LOAD, inner))))
-    return tensors["positions"].tolist(), found
+            memories.append((index, _with_file(contents, lambda inner: memory_files.read(op, inner))))
+        contents = tensors.get(f"layers.{index}.fast_file")
+        if contents is not None:
+            fast.append((index, _with_file(contents, lambda inner: FwPKMState.load(inner, kind="torch"))))
+    return FileParts(tensors["positions"].tolist(), memories, fast)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path, op: str) -> Iterator[Any]:
     """Open a safetensors file; its faults become FileFormatError and FileError."""
-    library = _safetensors(_LOAD)
+    library = _safetensors(op)
     try:
         with library.safe_open(path, framework="pt") as file:
             yield file
     except (library.SafetensorError, UnicodeDecodeError) as error:
-        raise _damaged(path, "a safetensors file", str(error)) from error
+        raise _damaged(path, "a safetensors file", str(error), op) from error
     except FileError:
         raise
     except OSError as error:
         got = error.strerror or str(error)
-        raise FileError(message(_LOAD, str(path), "a file that can be read", got, "check the path")) from error
+        raise FileError(message(op, str(path), "a file that can be read", got, "check the path")) from error
 
 
-def _read(path: Path, check: Callable[[dict[str, str], dict[str, _SIZES]], object]) -> dict[str, Tensor]:
+def _read(
+    path: Path, check: Callable[[dict[str, str], dict[str, _SIZES]], object], op: str = _LOAD
+) -> dict[str, Tensor]:
     """Return the tensors of a file, after `check` has seen its metadata and shapes, and held against its hash."""
-    with _opened(path) as file:
+    with _opened(path, op) as file:
         notes = file.metadata() or {}
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
         check(notes, shapes)
         tensors = {name: file.get_tensor(name) for name in shapes}
     if _digest(tensors, notes) != notes.get("sha256"):
-        raise _damaged(path, "the numbers that were saved", "other numbers")
+        raise _damaged(path, "the numbers that were saved", "other numbers", op)
     return tensors
 
 
@@ -168,25 +208,25 @@ def _built(path: Path, tensors: dict[str, Tensor], model: HybridLM) -> HybridSta
         mine = {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
         taps = {name[len("taps.") :]: x for name, x in mine.items() if name.startswith("taps.")}
         layer = MixerState(tidy(positions), mine.get("memory"), taps, mine.get("keys"), mine.get("values"))
-        if layer.keys is not None:
+        if layer.keys is not None and positions.numel():
             window = block.mixer.window
             wanted = longest if window is None else min(longest, window - 1)
             if layer.keys.shape[2] != wanted:
-                raise _damaged(path, f"{wanted} cached tokens in layer {index}", str(layer.keys.shape[2]))
+                raise _damaged(path, f"{wanted} cached tokens in layer {index + 1}", str(layer.keys.shape[2]))
         if "memory_file" in mine:
             layer.memory = _memory_of(mine["memory_file"], block.mixer)
             if layer.memory.tokens.tolist() != positions.tolist():
                 got = str(layer.memory.tokens.tolist())
-                raise _damaged(path, f"{positions.tolist()} tokens in the memory of layer {index}", got)
+                raise _damaged(path, f"{positions.tolist()} tokens in the memory of layer {index + 1}", got)
         if "fast_file" in mine:
             layer.fast = _fast_of(path, mine["fast_file"], block.fwpkm, index)
         layers.append(layer)
-    return HybridState(layers, recent, model.config)
+    return HybridState(layers, recent, model.config, _model=weakref.ref(model))
 
 
-def _check_format(path: Path, notes: dict[str, str], shapes: dict[str, _SIZES]) -> None:
+def _check_format(path: Path, notes: dict[str, str], shapes: dict[str, _SIZES], op: str = _LOAD) -> None:
     if notes.get("format") != FORMAT or "positions" not in shapes:
-        raise _damaged(path, f"format {FORMAT!r}", repr(notes.get("format")))
+        raise _damaged(path, f"format {FORMAT!r}", repr(notes.get("format")), op)
 
 
 def _check_notes(path: Path, notes: dict[str, str], model: HybridLM, of: str | None) -> None:
@@ -201,8 +241,9 @@ def _check_notes(path: Path, notes: dict[str, str], model: HybridLM, of: str | N
         if stored.get(name) != wanted.get(name):
             expected, got = (f"{name} = {one.get(name)!r}" for one in (wanted, stored))
             raise FileFormatError(message(_LOAD, str(path), expected, got, "load it with the model that it is of"))
-    if notes.get("of", "") != (of or ""):
-        expected, got = (f"a cache of weights {one or 'without a name'}" for one in (of, notes.get("of", "")))
+    wanted_name = weights_of(model) if of is None else of
+    if notes.get("of") != wanted_name:
+        expected, got = (f"a cache of weights {one or 'without a name'}" for one in (wanted_name, notes.get("of")))
         raise FileFormatError(message(_LOAD, str(path), expected, got, "load it with the weights that it is of"))
 
 
@@ -270,11 +311,11 @@ def _memory_of(contents: Tensor, mixer: Any) -> MemoryState:
 
 def _fast_of(path: Path, contents: Tensor, layer: Any, index: int) -> FwPKMState:
     """Return the FwPKMState whose file `contents` is, of the shapes of `layer`."""
-    fast = _with_file(contents, FwPKMState.load)
+    fast = _with_file(contents, lambda inner: FwPKMState.load(inner, kind="torch"))
     wanted = [tuple(layer.keys.shape), tuple(layer.values.shape)]
     got = [tuple(shape) for shape in fast.lane_shapes()]
     if got != wanted:
-        raise _damaged(path, f"fast weights {wanted} in layer {index}", str(got))
+        raise _damaged(path, f"fast weights {wanted} in layer {index + 1}", str(got))
     return fast
 
 
@@ -283,14 +324,14 @@ def _digest(tensors: dict[str, Tensor], notes: dict[str, str]) -> str:
     covered = {name: text for name, text in notes.items() if name != "sha256"}
     digest = hashlib.sha256(json.dumps(covered, sort_keys=True).encode())
     for name in sorted(tensors):
-        x = tensors[name].contiguous()
+        x = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
         digest.update(x.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def _damaged(path: Path, expected: str, got: str) -> FileFormatError:
-    return FileFormatError(message(_LOAD, str(path), expected, got, _DAMAGED))
+def _damaged(path: Path, expected: str, got: str, op: str = _LOAD) -> FileFormatError:
+    return FileFormatError(message(op, str(path), expected, got, _DAMAGED))
 
 
 def _unwritable(path: Path, error: Exception) -> FileError:

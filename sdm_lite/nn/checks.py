@@ -34,8 +34,10 @@ def check_like(op: str, name: str, x: Tensor, like: Tensor, what: str = "the lay
     if x.device != like.device:
         fix = "call .to(device) on one of the two"
         raise DeviceError(message(op, name, f"a tensor on {what} device, {like.device}", f"one on {x.device}", fix))
-    cast = x.dtype in _AUTOCAST and like.dtype in _AUTOCAST and torch.is_autocast_enabled(x.device.type)
-    if x.dtype != like.dtype and not cast:
+    if x.dtype == like.dtype:
+        return
+    known = x.dtype in _AUTOCAST and like.dtype in _AUTOCAST and x.device.type != "meta"  # which has no autocast
+    if not (known and torch.is_autocast_enabled(x.device.type)):
         fix = "convert one of the two, or call under torch.autocast"
         raise DtypeError(message(op, name, f"dtype {like.dtype}, {what}", str(x.dtype), fix))
 

@@ -72,7 +72,7 @@ def generate(
     >>> model.generate(torch.tensor([[104, 105]]), 3).shape
     torch.Size([1, 5])
     """
-    if num_beams == 1:
+    if validate.whole_number(_NAME, "num_beams", num_beams) == 1:
         stream = stream_tokens(
             model,
             ids,
@@ -86,7 +86,7 @@ def generate(
         return torch.cat([ids, *(token[:, None] for token in stream)], dim=1)
     _check(model, ids, max_new_tokens, temperature, top_k)
     _check_greedy("num_beams", num_beams, temperature, top_k)
-    if validate.whole_number(_NAME, "num_beams", num_beams) < 1:
+    if num_beams < 1:
         raise ValueRangeError(message(_NAME, "num_beams", "at least 1", str(num_beams), "raise num_beams"))
     if speculative:
         got, fix = f"num_beams={num_beams} with speculative={speculative!r}", "leave one of them out"

@@ -229,14 +229,14 @@ class HybridLM(nn.Module):
         check_ids(_NAME, ids, self.config["vocab_size"], self.embedding.weight.device)
         self._check_state(ids, state, inplace)
         state = HybridState() if state is None else state
-        state.bind(self.config, ids.shape[0])
+        state.bind(self, ids.shape[0])
         if inplace or any(True for _ in state.memories()):
             refuse_gradients("HybridLM", "state", self)
             return self._update(ids, state, update), state if return_state else None
         x, hash_ids, recent = self.embed(ids, state.recent)
         after: list[Any] = []
         x = self._through(x, state, hash_ids, after, return_state, inplace=False, update=update)
-        return self.norm(x), HybridState(after, recent, self.config) if return_state else None
+        return self.norm(x), HybridState(after, recent, self.config, _model=state._model) if return_state else None
 
     def _through(
         self,

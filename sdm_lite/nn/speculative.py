@@ -75,8 +75,9 @@ def speculate(model: HybridLM, ids: Tensor, count: int, exact: bool, cache: Hybr
         for drafter, one in zip(drafters, token.tolist()):
             drafter.add(one)
         drafts = [drafter.draft(min(width, count - said - 1)) for drafter in drafters]
-        length = min(len(draft) for draft in drafts)
-        block = torch.cat([token[:, None], ids.new_tensor([draft[:length] for draft in drafts])], dim=1)
+        length = min((len(draft) for draft in drafts), default=0)
+        drafted = ids.new_tensor([draft[:length] for draft in drafts]).view(len(drafts), length)
+        block = torch.cat([token[:, None], drafted], dim=1)
         accepted = 0
         if length:
             accepted, logits = check(model, block, state)
@@ -132,7 +133,7 @@ def token_by_token(model: HybridLM, ids: Tensor, cache: HybridState) -> tuple[Te
     Layers outside, tokens inside: each product has the shapes that a step gives it.
     """
     tokens, recents, hashed, xs = ids.split(1, dim=1), [cache.recent], [], []
-    cache.bind(model.config, ids.shape[0])
+    cache.bind(model, ids.shape[0])
     for token in tokens:
         x, hash_ids, recent = model.embed(token, recents[-1])
         xs.append(x)
