@@ -26,6 +26,8 @@ def kind_of(op: str, name: str, x: Any) -> str:
     """Return the kind of one argument, or raise DtypeError where it is no array."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
+        if x.is_nested:  # even its shape would raise
+            raise DtypeError(message(op, name, "a dense tensor", "a nested one", "pad it: x.to_padded_tensor(0.0)"))
         return "torch"
     if isinstance(x, np.ma.MaskedArray):
         raise DtypeError(message(op, name, "an array without a mask", "a masked array", "pass x.filled(...)"))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import rooms
 from . import torch_bridge_ops as ops
-from .errors import DeviceError, ValueRangeError, message
+from .errors import DeviceError, DtypeError, ValueRangeError, message
 from .rooms import DeltaOptions
 from .torch_bridge_ops import SecondDerivativeError
 
@@ -187,9 +187,21 @@ def _overlaps(x: Tensor) -> bool:
     return False
 
 
+def _check_plain(op: str, name: str, x: Tensor) -> None:
+    """Raise DtypeError for a tensor whose numbers do not lie in memory as its strides say."""
+    if x.layout is not torch.strided or x.is_nested:
+        got, fix = "a nested one" if x.is_nested else f"layout {x.layout}", "call .to_dense(), or pad it"
+        raise DtypeError(message(op, name, "a dense tensor", got, fix))
+    if not torch.compiler.is_compiling() and x.is_neg():
+        got, fix = "one with the negative bit, such as z.conj().imag", "call .resolve_neg()"
+        raise DtypeError(message(op, name, "a tensor that holds its numbers", got, fix))
+
+
 def _check_devices(op: str, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
-    """Raise DeviceError unless all tensors lie on the CPU, or on one GPU that the cuda room serves."""
+    """Raise unless all tensors are dense and lie on the CPU, or on one GPU that the cuda room serves."""
     present = {name: x for name, x in zip(names, tensors) if x is not None}
+    for name, x in present.items():
+        _check_plain(op, name, x)
     away = next((x for x in present.values() if x.device.type != "cpu"), None)
     if away is None:
         return

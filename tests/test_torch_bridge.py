@@ -377,3 +377,38 @@ def test_other_devices_are_refused():
         sdm_lite.product_key_topk(torch.empty(3, 8, device="meta"), 2)
     with pytest.raises(errors.DeviceError, match="ids"):
         sdm_lite.hash_slots(torch.empty(3, dtype=torch.int64, device="meta"), 8, 2)
+
+
+# ---- tensors that are not what their strides say ---------------------------------------------------------------
+
+
+ODD = {
+    "negative": lambda: torch.randn(4, 6, 2, dtype=torch.complex64).conj().imag,
+    "sparse": lambda: torch.randn(4, 6, 2).to_sparse(),
+    "meta": lambda: torch.randn(4, 6, 2, device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(6, 2), torch.zeros(4, 2)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.zeros(6, 2), torch.zeros(4, 2)], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ODD)
+def test_a_tensor_without_plain_memory_is_refused(name):
+    odd = ODD[name]()
+    for use in (
+        lambda: sdm_lite.product_key_topk(odd, 1),
+        lambda: sdm_lite.hash_slots(odd.long() if name in ("sparse", "meta") else odd, 8, 2),
+        lambda: sdm_lite.MemoryState(odd, 1),
+    ):
+        with pytest.raises((errors.DtypeError, errors.DeviceError)):
+            use()
+
+
+@pytest.mark.parametrize("name", ["values", "write_weights", "state"])
+def test_the_delta_rule_refuses_the_negative_bit(name):
+    named = tensors(SMALL, grad=False)
+    odd = torch.complex(named[name], -named[name]).conj().imag
+    assert odd.is_neg() and torch.equal(odd, named[name])
+    for use in (rule, rule_):
+        with pytest.raises(errors.DtypeError, match=r"resolve_neg"):
+            use({**named, name: odd}, backend="reference")
