@@ -347,7 +347,9 @@ class FwPKMState:
 
     def __reduce__(self) -> Any:
         fix = "write it with save(path)"
-        raise DtypeError(message("FwPKMState", "pickle", "a state that stays in its process", "a request for bytes", fix))
+        raise DtypeError(
+            message("FwPKMState", "pickle", "a state that stays in its process", "a request for bytes", fix)
+        )
 
     def reorder(self, indices: Sequence[int]) -> None:
         """Replace the sequences by those at `indices`, in place, as beam search does."""

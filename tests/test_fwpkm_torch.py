@@ -152,3 +152,10 @@ def test_tensors_elsewhere_and_mixed_kinds_are_refused():
         FwPKMState(keys.to("meta"), table.to("meta"))
     with pytest.raises(errors.DtypeError, match="one kind"):
         fwpkm(x.queries, values, gates, FwPKMState(keys, table), **SMALL)
+
+
+def test_a_mask_on_another_device_is_refused():
+    x = make_stream(T=4, dtype=np.float32)
+    state = FwPKMState(*(torch.tensor(a) for a in x[3:]))
+    with pytest.raises(errors.DeviceError, match="fwpkm: mask: expected a tensor on cpu"):
+        fwpkm(*(torch.tensor(a) for a in x.call), state, mask=torch.ones(2, 4, dtype=torch.bool, device="meta"))

@@ -217,7 +217,9 @@ class FwPKM(nn.Module):
             return idw_product_key_topk(queries, keys, self.k, epsilon=epsilon)
         if len(keys) != len(queries):
             fix = "pass the state of these sequences"
-            raise ShapeError(message(_NAME, "x", f"B = {len(keys)}, the sequences of the state", str(len(queries)), fix))
+            raise ShapeError(
+                message(_NAME, "x", f"B = {len(keys)}, the sequences of the state", str(len(queries)), fix)
+            )
         found = [idw_product_key_topk(queries[:0], self.keys, self.k, epsilon=epsilon)]  # gives B = 0 its shape
         found += [idw_product_key_topk(q[None], own, self.k, epsilon=epsilon) for q, own in zip(queries, keys)]
         weights, slots = zip(*found)
