@@ -215,7 +215,7 @@ def test_a_full_disk_is_an_error_and_the_old_file_stays(initial, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
-        with pytest.raises(OSError, match=r"MemoryState.save: .*too large.*Fix: free space") as raised:
+        with pytest.raises(OSError, match=r"MemoryState.save: .*too large.*Fix: check the folder") as raised:
             new.save(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
