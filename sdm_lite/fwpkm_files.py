@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from .errors import FileError, FileFormatError, message
+from .errors import FileFormatError, message
 from .fwpkm_op import check_flag, check_in_dtype, check_options
 from .fwpkm_stream import StreamCall, StreamOptions
 from .product_key_memory import check_keys
 from .row_table import RowTable
 from .validate import check_topk, whole_number
-from .whole_files import as_path, write_whole
+from .whole_files import as_path, unreadable, unwritable, write_whole
 
 FORMAT = "sdm_lite fwpkm state 1"
 _LOAD = "FwPKMState.load"
@@ -51,8 +51,7 @@ def save(path: Any, start: Any, lanes: Any, per_sequence: bool, options: StreamO
     try:
         write_whole(path, write)
     except OSError as error:
-        got, fix = error.strerror or str(error), "check the folder, its permissions and the disk"
-        raise FileError(message("FwPKMState.save", str(path), "a file that can be written", got, fix)) from error
+        raise unwritable("FwPKMState.save", path, error) from error
 
 
 def load(path: Any, lane_type: Any) -> tuple[Any, Any, bool, StreamOptions | None]:
@@ -61,7 +60,7 @@ def load(path: Any, lane_type: Any) -> tuple[Any, Any, bool, StreamOptions | Non
     try:
         file = open(path, "rb")  # noqa: SIM115: an error here is of the path, one below of the contents
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(_LOAD, path, error) from error
     with file:
         try:
             return _state(_arrays(file), lane_type)
@@ -69,14 +68,9 @@ def load(path: Any, lane_type: Any) -> tuple[Any, Any, bool, StreamOptions | Non
             raise
         except Exception as error:  # zipfile, NumPy and json answer damaged bytes with errors of a dozen kinds
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-                raise _unreadable(path, error) from error
+                raise unreadable(_LOAD, path, error) from error
             got, fix = f"{error or type(error).__name__}"[:300], "save the state again"
             raise FileFormatError(message(_LOAD, str(path), "a whole saved state", got, fix)) from error
-
-
-def _unreadable(path: pathlib.Path, error: OSError) -> FileError:
-    got = error.strerror or str(error)
-    return FileError(message(_LOAD, str(path), "a file that can be read", got, "check the path"))
 
 
 def _state(found: dict[str, np.ndarray], lane_type: Any) -> tuple[Any, Any, bool, StreamOptions | None]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import arrays, fwpkm_files, rooms, validate
+from .alone import Alone
 from .errors import DtypeError, ShapeError, ValueRangeError, message
 from .fwpkm_op import after_call, check_flag, check_options
 from .fwpkm_stream import StreamCall, StreamOptions, pairs_of, segments, stream_forward
@@ -166,10 +167,8 @@ class FwPKMState:
 
     def _open(self) -> None:
         """Begin without marks, and with a lock of its own."""
-        from .memory_state.state import _Alone  # costs more to import than all the rest here
-
         self._marks: dict[Mark, FwPKMState] = {}  # by identity, in the order they were taken
-        self._alone = _Alone()
+        self._alone = Alone()
 
     # ---- what it holds ----------------------------------------------------------------------------------------------
 

@@ -268,10 +268,7 @@ def compute_dtype(x: Any) -> np.dtype:
 
 def check_number(op: str, name: str, value: Any, dtype: str, fix: str) -> float:
     """Return a number as a float, or raise ValueRangeError where it is infinite, NaN or lost in the compute dtype."""
-    try:
-        number = validate.real_number(op, name, value)
-    except OverflowError:  # an int that no float holds
-        number = math.inf
+    number = validate.real_number(op, name, value)
     smallest, greatest = _RANGES[dtype]
     if number != 0 and not smallest <= abs(number) <= greatest:
         raise ValueRangeError(message(op, name, f"a finite number that {dtype} holds", repr(number), fix))

@@ -68,7 +68,10 @@ def real_number(op: str, name: str, value: Any) -> float:
     """Return an argument as a float, or raise DtypeError."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise DtypeError(message(op, name, "a number", f"{value!r:.40} ({type(value).__name__})", "pass a float"))
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # an int that no float holds: beyond every bound
+        return math.inf if value > 0 else -math.inf
 
 
 def check_options(op: str, options: DeltaOptions) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .errors import DtypeError, ValueRangeError, message
+from .errors import DtypeError, FileError, ValueRangeError, message
 
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
 
@@ -30,6 +30,19 @@ def as_path(op: str, name: str, value: Any) -> Path:
     if nul or not Path(text).name:
         raise ValueRangeError(message(op, name, "a path of a file", f"{text!r:.80}", "name a file"))
     return Path(text)
+
+
+def unreadable(op: str, path: Path, error: OSError) -> FileError:
+    """Return the error of a file that the system does not let us read."""
+    got = error.strerror or str(error) or "none"
+    return FileError(message(op, str(path), "a file that can be read", got, "check the path"))
+
+
+def unwritable(op: str, path: Path, error: Exception) -> FileError:
+    """Return the error of a file that the system, or a library that writes it, does not let us write."""
+    got = getattr(error, "strerror", None) or str(error)
+    fix = "check the folder, its permissions and the disk"
+    return FileError(message(op, str(path), "a file that can be written", got, fix))
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

@@ -23,9 +23,9 @@ import numpy as np
 
 from ..arrays import narrow_bf16, widen_bf16
 from ..cpu import overlay
-from ..errors import BackendError, FileError, FileFormatError, ValueRangeError, message
+from ..errors import BackendError, FileFormatError, ValueRangeError, message
 from ..rooms import DeltaOptions
-from ..whole_files import as_path, write_whole
+from ..whole_files import as_path, unreadable, unwritable, write_whole
 from .initial import Initial
 from .pool import new_pool
 
@@ -93,10 +93,7 @@ def save(state: MemoryState, path: Any, base: Any, snapshot_dtype: str | None) -
     try:
         write_whole(path, write)
     except OSError as error:
-        got = error.strerror or str(error)
-        raise FileError(
-            message(op, str(path), "a place to write to", got, "check the folder, its permissions and the disk")
-        ) from error
+        raise unwritable(op, path, error) from error
 
 
 def load(path: Any, initial: Any, dtype: Any, max_bytes: int | None) -> MemoryState:
@@ -206,8 +203,7 @@ def _open(op: str, path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
                     _damaged(op, path, f"{name} of type {found}")
             arrays = {name: file.get_tensor(name) for name in _ARRAYS}
     except OSError as error:
-        got = error.strerror or str(error) or "none"
-        raise FileError(message(op, str(path), "a file that can be read", got, "check the path")) from error
+        raise unreadable(op, path, error) from error
     except (library.SafetensorError, UnicodeDecodeError) as error:
         _damaged(op, path, f"no whole safetensors file ({error})")
     if _digest(metadata, arrays) != metadata.get("content_sha256"):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import validate
+from ..alone import Alone
 from ..cpu import overlay
-from ..errors import DtypeError, ShapeError, StateBusy, StateFull, ValueRangeError, message
+from ..errors import DtypeError, ShapeError, StateFull, ValueRangeError, message
 from ..rooms import DeltaOptions
 from . import call as calls
 from . import files
@@ -92,7 +92,7 @@ class MemoryState:
     def _open(self, initial: Initial, pool: RowPool, options: DeltaOptions) -> None:
         self._initial, self._pool, self._options = initial, pool, options
         self._log = UndoLog()
-        self._alone = _Alone()
+        self._alone = Alone()
         self._checked: tuple = ()  # metadata of the last call that passed the checks
         self._handle: Any = None
         if initial.kind == "torch":
@@ -410,25 +410,6 @@ class MemoryState:
         self._index = index
         self._follow(tokens)
         self._log.replaced(self._pool, old)
-
-
-class _Alone:
-    """Lets one call at a time into a state; a second one raises instead of waiting."""
-
-    def __init__(self) -> None:
-        self._lock, self._op = threading.Lock(), ""
-
-    def __call__(self, op: str) -> _Alone:
-        self._op = op
-        return self
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            fix = "use a lock, or a fork for each thread"
-            raise StateBusy(message(self._op, "state", "one call at a time", "a second one during the first", fix))
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 def _count(op: str, name: str, value: Any) -> int:

@@ -23,7 +23,7 @@ from ..errors import BackendError, DtypeError, FileError, FileFormatError, Value
 from ..fwpkm_state import FwPKMState
 from ..memory_state import MemoryState
 from ..memory_state import files as memory_files
-from ..whole_files import as_path, write_whole
+from ..whole_files import as_path, unreadable, unwritable, write_whole
 from .cache import HybridState
 from .state import MixerState, tidy
 
@@ -86,7 +86,7 @@ def save(cache: HybridState, path: Any, of: str | None = None) -> None:
     try:
         write_whole(path, lambda temporary: torch_files.save_file(whole, temporary, notes))
     except (OSError, _safetensors(_SAVE).SafetensorError) as error:
-        raise _unwritable(path, error) from error
+        raise unwritable(_SAVE, path, error) from error
 
 
 def load(path: Any, model: HybridLM, of: str | None = None) -> HybridState:
@@ -177,8 +177,7 @@ def _opened(path: Path, op: str) -> Iterator[Any]:
     except FileError:
         raise
     except OSError as error:
-        got = error.strerror or str(error)
-        raise FileError(message(op, str(path), "a file that can be read", got, "check the path")) from error
+        raise unreadable(op, path, error) from error
 
 
 def _read(
@@ -332,12 +331,6 @@ def _digest(tensors: dict[str, Tensor], notes: dict[str, str]) -> str:
 
 def _damaged(path: Path, expected: str, got: str, op: str = _LOAD) -> FileFormatError:
     return FileFormatError(message(op, str(path), expected, got, _DAMAGED))
-
-
-def _unwritable(path: Path, error: Exception) -> FileError:
-    got = getattr(error, "strerror", None) or str(error)
-    fix = "check the folder, its permissions and the disk"
-    return FileError(message(_SAVE, str(path), "a file that can be written", got, fix))
 
 
 def _safetensors(op: str) -> Any:
