@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import resource
-import signal
 import sys
 import time
 import tracemalloc
@@ -14,6 +13,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from cases import distinct_slots
+from kills import kill_while_saving
 
 import sdm_lite
 from sdm_lite import FileError, FileFormatError, MemoryState, StateFull
@@ -186,20 +186,10 @@ def test_kill_while_saving_leaves_a_whole_file(initial, tmp_path):
     start = time.perf_counter()
     states[0].save(path)
     one_save = time.perf_counter() - start
+    saves = [lambda state=state: state.save(path) for state in states]
     seen = set()
-    for _ in range(200):
-        child = os.fork()
-        if child == 0:  # no import, no pytest: save until killed
-            try:
-                while True:
-                    for state in states:
-                        state.save(path)
-            finally:
-                os._exit(1)
-        time.sleep(float(rng.uniform(0, 4 * one_save)))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    for kill in range(200):
+        kill_while_saving(saves, finished=kill % 3, pause=float(rng.uniform(0, 2 * one_save)))
         loaded = MemoryState.load(path, initial=initial)
         same = [equal(loaded, state) for state in states]
         assert any(same)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
 import resource
 import signal
@@ -12,6 +11,7 @@ import time
 import pytest
 import torch
 from caches import same_cache
+from kills import kill_while_saving
 
 from sdm_lite import MemoryState
 from sdm_lite.errors import DtypeError, FileError, FileFormatError, SdmError, ShapeError, StateFull, ValueRangeError
@@ -386,21 +386,10 @@ def test_kill_while_saving_leaves_the_old_file_or_the_new(tmp_path):
     begin = time.monotonic()
     caches[3].save(path)
     once, draw = time.monotonic() - begin, random.Random(0)
+    saves = [lambda cache=cache: cache.save(path) for cache in reversed(caches.values())]
     seen = set()
-    for kill in range(400):  # 40, or more where a loaded machine lets no child finish a save in the time drawn
-        if kill >= 40 and seen == {3, 9}:
-            break
-        child = os.fork()
-        if child == 0:
-            try:
-                while True:
-                    for cache in reversed(caches.values()):
-                        cache.save(path)
-            finally:
-                os._exit(1)
-        time.sleep(draw.uniform(0, 3 * once))
-        os.kill(child, signal.SIGKILL)
-        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    for kill in range(40):
+        kill_while_saving(saves, finished=kill % 3, pause=draw.uniform(0, 2 * once))
         found = HybridState.load(path, model)
         assert same_cache(found, caches[found.position])
         seen.add(found.position)
