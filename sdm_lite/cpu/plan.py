@@ -15,6 +15,7 @@ import numpy as np
 from . import memory
 from .compile import inlined, kernel
 from .pool import run
+from .vector import borrowed
 
 _PER_SLOT = 8  # numbers moved that cost what a slot costs here
 
@@ -88,7 +89,10 @@ def _compact_lanes(
     lo, hi, first, count, stride, num_slots, write_slots, read_slots, write_places, read_places, begin, slots_of, used,
     bits,
 ):  # fmt: skip
-    known = np.empty(num_slots if bits is None else 1 << bits, np.int32)  # the place of a slot, or of a hashed one
+    write_slots, read_slots = borrowed(write_slots), borrowed(read_slots)
+    write_places, read_places = borrowed(write_places), borrowed(read_places)
+    known_places = np.empty(num_slots if bits is None else 1 << bits, np.int32)  # of a slot, or of a hashed one
+    known, slots_of = borrowed(known_places), borrowed(slots_of)
     for lane in range(lo, hi):
         known[:] = -1
         mine = slots_of[begin[lane] : begin[lane + 1]]
@@ -98,6 +102,7 @@ def _compact_lanes(
             rows = _number(write_slots, write_places, token, known, mine, rows, bits)
             rows = _number(read_slots, read_places, token, known, mine, rows, bits)
         used[lane] = rows
+    return known_places.size  # keeps it alive till here
 
 
 @inlined
@@ -157,24 +162,29 @@ def plan_log(places: np.ndarray, weights, log_decay, beta, lanes: Lanes, row_sta
 def _plan_lanes(
     lo, hi, first, count, stride, row_start, places, weights, log_decay, beta, per_slot, tau, steepest, log_place, rows
 ):
+    places, weights, log_decay = borrowed(places), borrowed(weights), borrowed(log_decay)
+    beta, log_place = borrowed(beta), borrowed(log_place)
+    writes, per_head = places.shape[1], log_decay.shape[1] == 1
+    most = np.diff(row_start[lo : hi + 1]).max()
+    since_rows = np.empty(most)  # log decay of each row since its last logged value
+    since = borrowed(since_rows)
     for lane in range(lo, hi):
-        since = np.zeros(row_start[lane + 1] - row_start[lane])  # log decay of each row since its last logged value
-        logged = 0
+        since[: row_start[lane + 1] - row_start[lane]] = 0.0
+        logged = np.int32(0)
         for t in range(count[lane]):
             token = first[lane] + t * stride
-            for w in range(places.shape[1]):
-                decay = np.float64(log_decay[token, w if log_decay.shape[1] > 1 else 0])
+            for w in range(writes):
+                decay = np.float64(log_decay[token, 0 if per_head else w])
                 if per_slot:
                     decay += np.log(abs(1.0 - np.float64(beta[token]) * np.float64(weights[token, w])))
-                accumulated = min(since[places[token, w]] + decay, 0.0)
-                if not (accumulated >= -tau and decay >= steepest):
-                    log_place[token, w] = logged
-                    logged += 1
-                    accumulated = 0.0
-                else:
-                    log_place[token, w] = -1
-                since[places[token, w]] = accumulated
+                row = np.uint64(places[token, w])
+                accumulated = min(since[row] + decay, 0.0)
+                log_it = not (accumulated >= -tau and decay >= steepest)
+                log_place[token, w] = logged if log_it else np.int32(-1)
+                since[row] = 0.0 if log_it else accumulated
+                logged += np.int32(log_it)
         rows[lane] = logged
+    return since_rows.size  # keeps it alive till here
 
 
 @kernel
