@@ -40,7 +40,7 @@ def _add_train(commands: Any) -> None:
         epilog="presets: "
         "tiny: dim 32, 64 slots, 20 steps, seconds: to see it work. "
         "small: dim 128, 1,024 slots, windows of 512 bytes, 1,000 steps. "
-        "demo: small with 220 steps. "
+        "demo: small with 180 steps. "
         "medium: dim 256, 4,096 slots, windows of 1,024, 4,000 steps. "
         "Options given beside a preset win over it. What a run leaves in its folder: docs/command-line.md.",
     )

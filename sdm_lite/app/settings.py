@@ -112,7 +112,7 @@ def _is_of(kind: str, value: Any) -> bool:
 #: presets of `train`; "small" is used when none is named
 TRAIN_PRESETS: dict[str, dict[str, Any]] = {
     "small": {},
-    "demo": {"steps": 220},
+    "demo": {"steps": 180},
     "tiny": {
         "dim": 32,
         "heads": 2,
