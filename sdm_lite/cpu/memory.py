@@ -66,6 +66,8 @@ def for_kernels(array: np.ndarray) -> np.ndarray:
 
     Another type would mean compiling the kernel once more.
     """
+    if array.flags.carray:  # all three
+        return array
     array = np.require(array, requirements=["C", "A"])
     return array if array.flags.writeable else np.asarray(_Writable(array))
 
