@@ -17,7 +17,7 @@ HAND_TOKENS = 128
 
 
 def test_forward_in_place(benchmark, shape, inputs, record):
-    benchmark(ours.update(inputs, inputs.state.copy()))
+    benchmark(ours.update(inputs, inputs.table()))
     record(shape.forward_bytes())
 
 
@@ -28,7 +28,7 @@ def test_forward_functional(benchmark, shape, inputs, record, final):
 
 
 def test_forward_limit_of_memory(benchmark, shape, inputs, record):
-    call = row_limit.row_mover(inputs, inputs.state.copy(), THREADS)
+    call = row_limit.row_mover(inputs, inputs.table(), THREADS)
     if call is None:
         pytest.skip("g++ is not there")
     benchmark(call)
@@ -37,7 +37,7 @@ def test_forward_limit_of_memory(benchmark, shape, inputs, record):
 
 def test_forward_torch_loop(benchmark, shape, inputs, record):
     loop_inputs = torch_loop.from_inputs(inputs, shape.N)
-    table = torch.from_numpy(inputs.state.copy()).view(-1, shape.D)
+    table = torch.from_numpy(inputs.table()).view(-1, shape.D)
     with torch.no_grad():
         benchmark(torch_loop.forward, table, loop_inputs)
     record(shape.forward_bytes())
@@ -65,7 +65,7 @@ def test_gradients_with_state(benchmark, shape, inputs, record):
 def test_gradients_torch_by_hand(benchmark, shape, inputs, record):
     tokens = min(shape.T, HAND_TOKENS)
     loop_inputs = torch_loop.from_inputs(inputs.first_tokens(tokens), shape.N)
-    table = torch.from_numpy(inputs.state.copy()).view(-1, shape.D)
+    table = torch.from_numpy(inputs.table()).view(-1, shape.D)
     benchmark(torch_loop.hand_gradients, table, torch.zeros_like(table), loop_inputs)
     record(tokens=shape.B * tokens)
 
@@ -73,7 +73,7 @@ def test_gradients_torch_by_hand(benchmark, shape, inputs, record):
 def test_gradients_torch_autograd(benchmark, shape, inputs, record):
     tokens = {"small": 64, "medium": 8, "large": 1}[shape.name]
     loop_inputs = torch_loop.from_inputs(inputs.first_tokens(tokens), shape.N)
-    table = torch.from_numpy(inputs.state.copy()).view(-1, shape.D)
+    table = torch.from_numpy(inputs.table()).view(-1, shape.D)
     benchmark.pedantic(torch_loop.autograd_gradients, (table, loop_inputs), rounds=3, warmup_rounds=1)
     record(tokens=shape.B * tokens)
 
@@ -88,6 +88,6 @@ def test_gradients_dense_gdn_chunked(benchmark, shape, inputs, record):
 def test_one_token(benchmark, shape, inputs, record, kind):
     one = inputs.first_tokens(1)
     convert = torch.from_numpy if kind == "torch" else np.asarray
-    call, state = [convert(x) for x in one.call], convert(inputs.state.copy())
+    call, state = [convert(x) for x in one.call], convert(inputs.table())
     benchmark(lambda: sdm_lite.sparse_delta_rule_(*call, state))
     record(shape.forward_bytes() // shape.T, tokens=shape.B)

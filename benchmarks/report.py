@@ -81,11 +81,11 @@ def put(rows: Rows, row: str, column: str, cell: str) -> None:
 def forward_section(report: Report, shape: Shape, inputs: Inputs, threads: int, ratios: Rows, times: Rows) -> None:
     """Forward: in place and functional, against the row limit, the torch loop and the chunked dense form."""
     loop_inputs = torch_loop.from_inputs(inputs, shape.N)
-    table = torch.from_numpy(inputs.state.copy()).view(-1, shape.D)
+    table = torch.from_numpy(inputs.table()).view(-1, shape.D)
     dense = torch.zeros(shape.lanes, shape.W, shape.D)
-    candidates = {"in place": ours.update(inputs, inputs.state.copy()), "functional": ours.functional(inputs)}
+    candidates = {"in place": ours.update(inputs, inputs.table()), "functional": ours.functional(inputs)}
     candidates["functional, final state"] = ours.functional(inputs, final=True)
-    mover = row_limit.row_mover(inputs, inputs.state.copy(), threads)
+    mover = row_limit.row_mover(inputs, inputs.table(), threads)
     if mover is not None:
         candidates["row limit"] = mover
     candidates["torch loop"] = lambda: torch_loop.forward(table, loop_inputs)
@@ -125,14 +125,14 @@ def gradients_section(report: Report, shape: Shape, inputs: Inputs, threads: int
     hand_tokens = min(shape.T, HAND_TOKENS)
     hand_inputs = torch_loop.from_inputs(inputs.first_tokens(hand_tokens), shape.N)
     loop_inputs = torch_loop.from_inputs(inputs, shape.N)
-    table = torch.from_numpy(inputs.state.copy()).view(-1, shape.D)
+    table = torch.from_numpy(inputs.table()).view(-1, shape.D)
     dtable = torch.zeros_like(table)
     dense = torch.zeros(shape.lanes, shape.W, shape.D)
     candidates = {restore: ours.gradients(inputs, restore=restore) for restore in ("hybrid", "snapshot", "invert")}
     candidates["hybrid, of the state too"] = ours.gradients(inputs, of_state=True)
     candidates["torch by hand"] = lambda: torch_loop.hand_gradients(table, dtable, hand_inputs)
     candidates["dense GDN, chunked"] = lambda: dense_gdn.chunked_gradients(dense, loop_inputs)
-    mover = row_limit.row_mover(inputs, inputs.state.copy(), threads)
+    mover = row_limit.row_mover(inputs, inputs.table(), threads)
     if mover is not None:
         candidates["row limit"] = mover
 
@@ -166,7 +166,7 @@ def autograd_section(report: Report, shape: Shape, inputs: Inputs, threads: int,
     """Forward + backward against torch's autograd through the loop: a whole table of work per token."""
     tokens = AUTOGRAD_TOKENS[shape.name]
     loop_inputs = torch_loop.from_inputs(inputs.first_tokens(tokens), shape.N)
-    table = torch.from_numpy(inputs.state.copy()).view(-1, shape.D)
+    table = torch.from_numpy(inputs.table()).view(-1, shape.D)
     candidates = {
         "hybrid": ours.gradients(inputs),
         "autograd": lambda: torch_loop.autograd_gradients(table, loop_inputs),
@@ -187,10 +187,10 @@ def decode_section(report: Report, shape: Shape, inputs: Inputs, threads: int, r
     """One token per call, as in generation."""
     one = inputs.first_tokens(1)
     loop_inputs = torch_loop.from_inputs(one, shape.N)
-    table = torch.from_numpy(inputs.state.copy()).view(-1, shape.D)
-    tensors, state = [torch.from_numpy(x) for x in one.call], torch.from_numpy(inputs.state.copy())
+    table = torch.from_numpy(inputs.table()).view(-1, shape.D)
+    tensors, state = [torch.from_numpy(x) for x in one.call], torch.from_numpy(inputs.table())
     calls = {
-        "NumPy": ours.update(one, inputs.state.copy()),
+        "NumPy": ours.update(one, inputs.table()),
         "torch": lambda: sdm_lite.sparse_delta_rule_(*tensors, state),
         "torch loop": lambda: torch_loop.forward(table, loop_inputs),
     }

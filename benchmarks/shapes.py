@@ -72,6 +72,14 @@ class Inputs:
             self.read_weights,
         )
 
+    def table(self) -> np.ndarray:
+        """Return a copy of the state that begins on a cache line, as torch's memory does and NumPy's does not."""
+        memory = np.empty(self.state.nbytes + 64, np.uint8)
+        begin = -memory.ctypes.data % 64
+        copy = memory[begin : begin + self.state.nbytes].view(self.state.dtype).reshape(self.state.shape)
+        copy[...] = self.state
+        return copy
+
     def first_tokens(self, count: int) -> Inputs:
         """Return the same inputs cut to `count` tokens; the state is shared."""
         cut = {name: np.ascontiguousarray(array[:, :count]) for name, array in vars(self).items() if name != "state"}
