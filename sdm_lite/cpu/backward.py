@@ -36,7 +36,6 @@ from .forward import (
     TOKENS_AHEAD,
     borrow_saved,
     borrow_tokens,
-    copy_columns,
     decays,
     longest,
     prefetch_token,
@@ -85,6 +84,8 @@ def sparse_delta_backward(
         np.empty((0 if codes is None else writes, width), table.dtype),
         np.empty((2, BLOCK), table.dtype),
     )
+    new_rows = np.empty(writes + reads, np.int64)
+    first_touches = borrowed(new_rows)
     decoded, delta, pull = borrowed(decoded_rows), borrowed(pair[:1]), borrowed(pair[1:])
     wide, narrow = zeros(table.dtype, BLOCK), zeros(table.dtype, NARROW)
     chunks = (longest(count, lo // tiles, hi // tiles) + CHUNK - 1) // CHUNK
@@ -98,14 +99,14 @@ def sparse_delta_backward(
                 token = first[lane] + t * stride
                 if t >= TOKENS_AHEAD:
                     prefetch_token(x, dreadings, token - TOKENS_AHEAD * stride, begin, tile_end, narrow)
+                touched = 0
                 for slots in (x.write_slots[token], x.read_slots[token]):
                     for place in slots:
                         row = row0 + place
                         if fresh[job % tiles, row]:
                             fresh[job % tiles, row] = False
-                            copy_columns(table, row, rows, row, begin, tile_end)
-                            if not grad_given:
-                                grad[row, begin:tile_end] = 0.0
+                            first_touches[touched] = row
+                            touched += 1
                 decays(x.log_decay, token, alpha)
                 _inverses(x, token, alpha, per_slot, inverse)
                 if codes is not None:
@@ -116,6 +117,7 @@ def sparse_delta_backward(
                     sums = _zero(dk, ddecay, dbeta, dq)
                     for c in range(c0, min(c0 + group_columns, tile_end), BLOCK):
                         n = min(BLOCK, tile_end - c)
+                        _fill(c, n, narrow, wide, first_touches[:touched], rows, table, grad, grad_given)
                         _read(c, n, narrow, wide, row0, token, table, grad, x, dreadings, dq)
                         if per_slot is None:
                             _ddelta(c, n, narrow, wide, row0, token, grad, x, saved.error, dvalues, delta, pull, dbeta)
@@ -129,11 +131,33 @@ def sparse_delta_backward(
                     _put(partials.dlog_decay[part, token], ddecay, tiles == 1 and c0 > 0)
                     _put(partials.dbeta[part, token], dbeta, tiles == 1 and c0 > 0)
                     _put(partials.dread_weights[part, token], dq, tiles == 1 and c0 > 0)
-    return scratch.size + decoded_rows.size + pair.size  # keeps the scratch alive till here
+    return scratch.size + decoded_rows.size + pair.size + new_rows.size  # keeps the scratch alive till here
 
 
 # Below, columns [c, c + n) of one block are walked NARROW at a time, the last step masked: a wider step would not leave
 # registers for all that an undone row needs. `narrow` and `wide` are zero vectors of NARROW and BLOCK lanes.
+
+
+@inlined
+def _fill(c, n, narrow, wide, first_touches, rows, table, grad, grad_given):
+    """Fill the block's columns of the rows touched for the first time, just before their use."""
+    last = len(first_touches) - 1
+    for j in range(len(first_touches)):
+        row = first_touches[j]
+        prefetch(rows, first_touches[min(j + AHEAD, last)], c, wide)
+        i = 0
+        while i + NARROW <= n:
+            _fill_step(c + i, None, narrow, row, rows, table, grad, grad_given)
+            i += NARROW
+        if i < n:
+            _fill_step(c + i, n - i, narrow, row, rows, table, grad, grad_given)
+
+
+@inlined
+def _fill_step(c, n, zero, row, rows, table, grad, grad_given):
+    store(table, row, c, load(rows, row, c, zero, n), n)
+    if not grad_given:
+        store(grad, row, c, zero, n)
 
 
 @inlined

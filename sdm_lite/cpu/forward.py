@@ -51,6 +51,16 @@ class Saved(NamedTuple):
     log_place: np.ndarray  # [n, W] int32: row of the log, or -1
 
 
+class Fill(NamedTuple):
+    """The rows of a compact table that a token is the first to touch, and where they come from."""
+
+    rows: np.ndarray  # [any, D]
+    start: int  # the lane's first row there
+    row_slots: np.ndarray  # int32: what to add to it, for each row of the compact table
+    first: int  # places in the lane's table: from the first to before the last
+    last: int
+
+
 def group_width(width: int) -> int:
     """Return the columns of a group, the unit of tiles and of partial sums over D; it depends on D alone."""
     blocks = -(-width // BLOCK)
@@ -86,24 +96,27 @@ def sparse_delta_forward(
                 token = first[lane] + t * stride
                 if t + TOKENS_AHEAD < count[lane]:
                     prefetch_token(x, x.values, token + TOKENS_AHEAD * stride, begin, end, narrow)
+                known = present[job - lo]
                 if source.shape[0]:
                     for slots in (x.write_slots[token], x.read_slots[token]):
                         for place in slots:
-                            if place >= present[job - lo]:  # places are numbered by first touch
-                                from_row = source_start[lane] + row_slots[row0 + place]
-                                copy_columns(table, row0 + place, source, from_row, begin, end)
-                                present[job - lo] = place + 1
+                            known = max(known, np.int64(place) + 1)  # places are numbered by first touch
+                fill = Fill(source, source_start[lane], row_slots, present[job - lo], known)
+                present[job - lo] = known
                 decays(x.log_decay, token, alpha)
                 for w in range(writes):
                     scaled[w] = alpha[w] * x.write_weights[token, w]
-                if codes is not None:
+                if codes is not None:  # a row's code looks at all of its columns
+                    fill_columns(begin, end, wide, narrow, row0, table, fill)
+                    fill = Fill(source, source_start[lane], row_slots, known, known)
                     for w in range(writes):
                         if saved.log_place[token, w] >= 0:
                             row = table[row0 + x.write_slots[token, w]]
                             encode(row, begin, end, storage, codes[saved.log_place[token, w]])
                 token_columns(
-                    begin, end, wide, narrow, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding
-                )
+                    begin, end, wide, narrow, row0, token, table, fill, x, saved, alpha, scaled, readings, per_slot,
+                    rounding,
+                )  # fmt: skip
     return scratch.size  # keeps the scratch alive till here
 
 
@@ -129,23 +142,25 @@ def borrow_saved(saved):
 
 @inlined
 def token_columns(
-    begin, end, wide, narrow, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding
+    begin, end, wide, narrow, row0, token, table, fill, x, saved, alpha, scaled, readings, per_slot, rounding
 ):  # fmt: skip
     """Write and read columns [begin, end) of one token: full blocks, narrow ones, and what is left."""
     c = begin
     while c + BLOCK <= end:
-        _block(c, wide, None, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
+        _block(c, wide, None, row0, token, table, fill, x, saved, alpha, scaled, readings, per_slot, rounding)
         c += BLOCK
     while c + NARROW <= end:
-        _block(c, narrow, None, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
+        _block(c, narrow, None, row0, token, table, fill, x, saved, alpha, scaled, readings, per_slot, rounding)
         c += NARROW
     if c < end:
-        _block(c, narrow, end - c, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding)
+        _block(c, narrow, end - c, row0, token, table, fill, x, saved, alpha, scaled, readings, per_slot, rounding)
 
 
 @inlined
-def _block(c, zero, n, row0, token, table, x, saved, alpha, scaled, readings, per_slot, rounding):
+def _block(c, zero, n, row0, token, table, fill, x, saved, alpha, scaled, readings, per_slot, rounding):
     """Write and read columns [c, c + lanes of zero) of one token; n as in vector.load."""
+    if fill is not None:
+        _fill(c, zero, n, row0, table, fill)
     value = load(x.values, token, c, zero, n)
     delta = value
     if per_slot is None:
@@ -171,6 +186,30 @@ def _block(c, zero, n, row0, token, table, x, saved, alpha, scaled, readings, pe
 
 
 @inlined
+def fill_columns(begin, end, wide, narrow, row0, table, fill):
+    """Fill columns [begin, end) of the rows that a token is the first to touch."""
+    c = begin
+    while c + BLOCK <= end:
+        _fill(c, wide, None, row0, table, fill)
+        c += BLOCK
+    while c + NARROW <= end:
+        _fill(c, narrow, None, row0, table, fill)
+        c += NARROW
+    if c < end:
+        _fill(c, narrow, end - c, row0, table, fill)
+
+
+@inlined
+def _fill(c, zero, n, row0, table, fill):
+    """Fill a block of columns just before its first use, while what is filled stays in the caches."""
+    for place in range(fill.first, fill.last):
+        ahead = row0 + min(place + AHEAD, fill.last - 1)
+        prefetch(fill.rows, fill.start + fill.row_slots[ahead], c, zero)
+        row = row0 + place
+        store(table, row, c, load(fill.rows, fill.start + fill.row_slots[row], c, zero, n), n)
+
+
+@inlined
 def weighted_rows(table, row0, slots, token, weights, c, zero, n):
     """Return sum_w weights[w] table[row0 + slots[token, w], c : c + lanes], w ascending."""
     total = zero
@@ -192,13 +231,6 @@ def prefetch_token(x, columns, token, begin, end, zero):
         prefetch(x.read_weights, token, r, zero)
     for c in range(begin, end, NARROW):
         prefetch(columns, token, c, zero)
-
-
-@inlined
-def copy_columns(table, row, source, source_row, begin, end):
-    """Set table[row, begin:end] = source[source_row, begin:end]."""
-    for c in range(begin, end):
-        table[row, c] = source[source_row, c]
 
 
 @inlined

@@ -87,7 +87,7 @@ def sparse_delta_paged(
                 x.read_weights[token : token + 1],
             )
             token_columns(
-                begin, end, wide, narrow, 0, 0, origin, borrow_tokens(one), saved, alpha, scaled,
+                begin, end, wide, narrow, 0, 0, origin, None, borrow_tokens(one), saved, alpha, scaled,
                 borrowed(readings[token : token + 1]), per_slot, rounding,
             )  # fmt: skip
     return scratch.size + offsets.size  # keeps both alive till here
