@@ -22,7 +22,7 @@ import numpy as np
 from .compile import inlined, kernel
 
 #: scratch of one thread: keys of a stage's entries, the places found, what these are sorted by, and the sort's own
-_Work = namedtuple("_Work", "keys found few order ranks spare bins")
+Work = namedtuple("Work", "keys found few order ranks spare bins")
 
 #: scratch lengths are multiples of this: the lanes of a vector times the unrolling of the loops
 _PAD = 32
@@ -37,18 +37,18 @@ _NEWS = 0.1
 
 
 @inlined
-def _padded(size):
+def padded(size):
     return (size + _PAD - 1) // _PAD * _PAD
 
 
 @inlined
 def _pad(keys, count, lowest):
-    for i in range(count, _padded(count)):
+    for i in range(count, padded(count)):
         keys[i] = lowest
 
 
 @inlined
-def _order_keys(bits, start, count, lowest, minus_infinity, keys):
+def order_keys(bits, start, count, lowest, minus_infinity, keys):
     """Write the keys of the floats with these `bits`.
 
     A negative float's key is lowest - bits = -magnitude, so that -0 gets the key of +0; a key outside
@@ -67,7 +67,7 @@ def _order_keys(bits, start, count, lowest, minus_infinity, keys):
 def _count_from(keys, count, probe):
     """How many keys are >= probe; the sum has the keys' own width, so that it fills vectors."""
     total = keys.dtype.type(0)
-    for i in range(_padded(count)):
+    for i in range(padded(count)):
         total = keys.dtype.type(total + keys.dtype.type(keys[i] >= probe))
     return np.int64(total)
 
@@ -96,7 +96,7 @@ def _guess(low, high, above_low, above_high, k, count, gap):
 
 
 @inlined
-def _threshold(keys, count, k, lowest, hint):
+def threshold_of(keys, count, k, lowest, hint):
     """Return (x, c) with c keys >= x: either c == k, or c > k and x is the k-th largest key itself.
 
     `hint` holds what earlier rows suggest: a first probe, and the distance from one key to the next.
@@ -166,11 +166,11 @@ def _drop_ties(keys, threshold, k, found, m):
 @inlined
 def _count_greater(keys, count, ranks):
     """ranks[i] = how many keys are greater than keys[i]."""
-    for i in range(_padded(count)):
+    for i in range(padded(count)):
         ranks[i] = 0
     for j in range(0, (count + 3) // 4 * 4, 4):
         a, b, c, d = keys[j], keys[j + 1], keys[j + 2], keys[j + 3]
-        for i in range(_padded(count)):
+        for i in range(padded(count)):
             x = keys[i]
             greater = keys.dtype.type(a > x) + keys.dtype.type(b > x) + keys.dtype.type(c > x) + keys.dtype.type(d > x)
             ranks[i] += greater
@@ -217,7 +217,7 @@ def _sort(keys, count, lowest, work):
 
 
 @inlined
-def _add_pairs(list_values, pairs, start, count, sums):
+def add_pairs(list_values, pairs, start, count, sums):
     for p in range(count):
         q = np.uint64(start + p)
         sums[p] = list_values[0, pairs[0, q]] + list_values[1, pairs[1, q]]
@@ -238,9 +238,9 @@ def _sort_by_slot(pairs, start, width, list_slots, m, lowest, work):
 
 
 @inlined
-def _choose(count, k, slot_order, pairs, start, width, list_slots, lowest, hint, work):
+def choose(count, k, slot_order, pairs, start, width, list_slots, lowest, hint, work):
     """work.found[:k] = the places of the k greatest of `count` keys, by column or slot ascending."""
-    threshold, m = _threshold(work.keys, count, k, lowest, hint)
+    threshold, m = threshold_of(work.keys, count, k, lowest, hint)
     _collect(work.keys, count, threshold, work.found)
     if slot_order:
         _sort_by_slot(pairs, start, width, list_slots, m, lowest, work)
@@ -248,7 +248,7 @@ def _choose(count, k, slot_order, pairs, start, width, list_slots, lowest, hint,
 
 
 @inlined
-def _to_rank_list(values, slots, length, lowest, work, list_values, list_slots):
+def to_rank_list(values, slots, length, lowest, work, list_values, list_slots):
     """Write the chosen values and their slots, best first."""
     for i in range(length):
         work.few[i] = work.keys[work.found[i]]
@@ -281,7 +281,7 @@ def topk_rows(
     floats, integers, places, longs, hints = work_arrays
     keys = integers[0]
     found = places[0]
-    work = _Work(keys, found, integers[1], places[1], integers[2], places[2], longs[0])
+    work = Work(keys, found, integers[1], places[1], integers[2], places[2], longs[0])
     sums, sum_bits = floats[3], integers[3]
     # the chosen by slot; and two rank lists, best first: all that is combined so far, and the factor to add
     values, slots = floats[4], longs[1]
@@ -297,11 +297,11 @@ def topk_rows(
             count = starts[f] - start if adding else widths[f]
             kept = min(k, length * widths[f] if adding else count)
             if adding:
-                _add_pairs(list_values, pairs, start, count, sums)
-                _order_keys(sum_bits, 0, count, lowest, minus_infinity, keys)
+                add_pairs(list_values, pairs, start, count, sums)
+                order_keys(sum_bits, 0, count, lowest, minus_infinity, keys)
             else:
-                _order_keys(bits, base, count, lowest, minus_infinity, keys)
-            _choose(count, kept, adding, pairs, start, widths[f], list_slots, lowest, hints[stage], work)
+                order_keys(bits, base, count, lowest, minus_infinity, keys)
+            choose(count, kept, adding, pairs, start, widths[f], list_slots, lowest, hints[stage], work)
             for i in range(kept):
                 place = found[i]
                 if adding:
@@ -318,7 +318,7 @@ def topk_rows(
                     slots_out[row, i] = slots[i]
             else:
                 side = stage % 2
-                _to_rank_list(values, slots, kept, lowest, work, list_values[side], list_slots[side])
+                to_rank_list(values, slots, kept, lowest, work, list_values[side], list_slots[side])
             if adding or stage == 0:
                 length = kept
             if not adding:
