@@ -6,7 +6,7 @@ Distances are sums of squared differences (16 partial sums, a fixed tree): exact
 a key. From a batch on, a screen (`screen.py`) says which few sub-keys may be among the nearest, and distances are taken
 of these alone; a token alone has them taken of all. Which way it went shows in no bit.
 
-Shapes: queries [n, H, 2h], keys [H, 2, m, h], flat below as tables [2H m, h]. Ownership: a job is a token.
+Shapes: queries [n, H, 2h], keys [H, 2, m, h], flat below as tables [2H m, h]. Ownership: a job is ROWS tokens.
 Bytes per token: 4 H m h of packed keys from a near cache, ROWS tokens at a time, and k h itemsize of keys and a few
 more; scratch is O(ROWS m) a thread. Twin: `sdm_lite/reference/nearest.py`.
 """
@@ -23,7 +23,7 @@ from .addressing import keys_of, stages
 from .compile import inlined, kernel
 from .forward import NARROW
 from .screen import ROWS, block_for, borrow_screen, candidates, limit_of, pack, screen_block
-from .select import Work, add_pairs, choose, order_keys, scratch, to_rank_list
+from .select import add_pairs, borrow_scratch, choose, order_keys, scratch, to_rank_list
 from .vector import borrowed, fma, load, sub, total, zeros
 
 SCREEN_FROM = 64  # tokens of a call from which packing the keys pays
@@ -44,14 +44,20 @@ def idw_product_key_topk_forward(queries: np.ndarray, keys: np.ndarray, k: int, 
     _, pairs, starts = stages((kept, kept), k)
     widths, limit, epsilon = np.array((sub_keys, sub_keys)), limit_of(width), dtype.type(epsilon)
 
-    def job(lo: int, hi: int) -> None:
-        block = block_for(width, sub_keys, kept, ROWS if len(packed.scale) else 0)
-        work = scratch(dtype, widths, starts, k)
-        _nearest(
-            lo, hi, flat, tables, count, packed, block, limit, epsilon, pairs, *keys_of(dtype), work, *near, *best
-        )
+    waiting: list[tuple] = []  # scratch that no thread is using: a fresh page costs as much as some tokens
 
-    pool.run(tokens, job, tokens * keys.size)
+    def job(lo: int, hi: int) -> None:
+        try:
+            block, work = waiting.pop()
+        except IndexError:
+            block = block_for(width, sub_keys, kept, ROWS if len(packed.scale) else 0)
+            work = scratch(dtype, widths, starts, k)
+        tokens_of = (lo * ROWS, min(hi * ROWS, tokens))
+        numbers = (limit, epsilon, pairs, *keys_of(dtype))
+        _nearest(*tokens_of, flat, tables, count, packed, block, *numbers, work, *near, *best)
+        waiting.append((block, work))
+
+    pool.run(-(-tokens // ROWS), job, tokens * keys.size)
     return Lookup(weights, slots, columns, distances)
 
 
@@ -66,9 +72,9 @@ def _nearest(
     """
     packed, block = borrow_screen(packed, block)
     queries, tables, pairs = borrowed(queries), borrowed(tables), borrowed(pairs)
-    floats, integers, places, longs, hints = work_arrays
-    work = Work(integers[0], places[0], integers[1], places[1], integers[2], places[2], longs[0])
-    near, scores, bits = longs[1], floats[3], integers[3]
+    columns, distances, slots, weights = borrowed(columns), borrowed(distances), borrowed(slots), borrowed(weights)
+    floats, integers, longs, hints, work = borrow_scratch(work_arrays)
+    near, scores, bits = borrowed(longs[1]), borrowed(floats[3]), borrowed(integers[3])
     zero, sub_keys, kept = zeros(tables.dtype, NARROW), tables.shape[0] // count, columns.shape[2]
     width, screened = tables.shape[1], packed.scale.shape[0] > 0
     for t0 in range(lo, hi, ROWS):
@@ -87,14 +93,14 @@ def _nearest(
                     key = table * sub_keys + near[i]
                     scores[i] = -_distance(queries, (t0 + t) * count + table, tables, key, epsilon, zero)
                 order_keys(bits, 0, n, lowest, minus_infinity, work.keys)
-                choose(n, kept, False, pairs, 0, 0, longs, lowest, hints[0], work)
+                choose(n, kept, False, pairs, 0, 0, longs, lowest, borrowed(hints[0]), work)
                 for i in range(kept):
                     columns[t0 + t, table, i] = near[work.found[i]]
                     distances[t0 + t, table, i] = -scores[work.found[i]]
         for t in range(t0, t0 + rows):
             for head in range(count // 2):
-                _best_pairs(t, head, sub_keys, pairs, lowest, minus_infinity, work_arrays, work, columns, distances,
-                            slots, weights)  # fmt: skip
+                _best_pairs(t, head, sub_keys, pairs, lowest, minus_infinity, floats, integers, longs, hints, work,
+                            columns, distances, slots, weights)  # fmt: skip
             _softmax(t, weights)
 
 
@@ -115,25 +121,26 @@ def _distance(queries, q, tables, key, epsilon, zero):
 
 @inlined
 def _best_pairs(
-    t, head, sub_keys, pairs, lowest, minus_infinity, work_arrays, work, columns, distances, slots, weights
+    t, head, sub_keys, pairs, lowest, minus_infinity, floats, integers, longs, hints, work, columns, distances, slots,
+    weights,
 ):  # fmt: skip
     """Set one head's slots to its k best pairs of kept columns, ascending; their scores go where weights will stand."""
-    floats, integers, _, longs, hints = work_arrays
     kept, k, count = columns.shape[2], slots.shape[1] // (columns.shape[1] // 2), pairs.shape[1]
-    list_values, list_slots = floats[5:], longs[2:]
+    list_values, list_slots = borrowed(floats[5:]), borrowed(longs[2:])
+    values, sums, places = borrowed(floats[4]), borrowed(floats[3]), borrowed(longs[1])
     for half in range(2):
         table = 2 * head + half
         for i in range(kept):
-            floats[4, i] = -math.log(distances[t, table, i])
-            longs[1, i] = work.found[i] = i
-        order_keys(integers[4], 0, kept, lowest, minus_infinity, work.keys)
-        to_rank_list(floats[4], longs[1], kept, lowest, work, list_values[half], list_slots[half])
-    add_pairs(list_values, pairs, 0, count, floats[3])
-    order_keys(integers[3], 0, count, lowest, minus_infinity, work.keys)
-    choose(count, k, True, pairs, 0, kept, list_slots, lowest, hints[1], work)
+            values[i] = -math.log(distances[t, table, i])
+            places[i] = work.found[i] = i
+        order_keys(borrowed(integers[4]), 0, kept, lowest, minus_infinity, work.keys)
+        to_rank_list(values, places, kept, lowest, work, borrowed(list_values[half]), borrowed(list_slots[half]))
+    add_pairs(list_values, pairs, 0, count, sums)
+    order_keys(borrowed(integers[3]), 0, count, lowest, minus_infinity, work.keys)
+    choose(count, k, True, pairs, 0, kept, list_slots, lowest, borrowed(hints[1]), work)
     for a in range(k):
         place = work.found[a]
-        i, j, sum_ = list_slots[0, pairs[0, place]], list_slots[1, pairs[1, place]], floats[3, place]
+        i, j, sum_ = list_slots[0, pairs[0, place]], list_slots[1, pairs[1, place]], sums[place]
         slots[t, head * k + a] = columns[t, 2 * head, i] * sub_keys + columns[t, 2 * head + 1, j]
         weights[t, head * k + a] = sum_ if sum_ == sum_ else weights.dtype.type(-np.inf)
 

@@ -25,7 +25,7 @@ import numpy as np
 from . import pool
 from .compile import inlined, kernel
 from .forward import NARROW
-from .select import order_keys, padded, threshold_of
+from .select import order_keys, threshold_of
 from .vector import (
     add,
     borrowed,
@@ -142,22 +142,19 @@ def _pack_panels(lo, hi, tables, count, limit, block, packed):
         first = (panel % panels) * NARROW
         for lane in range(NARROW):
             exists = first + lane < sub_keys
-            if exists:
-                key = (panel // panels) * sub_keys + first + lane
-                scale, square, size, residue = _to_words(tables, key, limit, block, lane)
+            key = (panel // panels) * sub_keys + min(first + lane, sub_keys - 1)
+            scale, square, size, residue = _to_words(tables, key, limit, block, lane)
             if exists and square < _LARGE:
-                packed.scale[panel, lane] = scale
                 packed.low[panel, lane] = -0.5 * square * (1 + relative) - _LOST
                 packed.high[panel, lane] = -0.5 * square * (1 - relative) + _LOST
-                packed.size[panel, lane] = size
                 packed.residue[panel, lane] = (residue + _ROUNDING * (size + residue)) * (1 + _ROUNDING)
-                for d in range(steps):
-                    words[panel * steps + d, lane] = pairs[lane, d]
             else:  # no bound says anything about a key that is not finite; one that does not exist is never wanted
-                packed.scale[panel, lane] = packed.size[panel, lane] = packed.residue[panel, lane] = 0
+                scale = size = packed.residue[panel, lane] = 0
                 packed.low[panel, lane], packed.high[panel, lane] = -np.inf, np.inf if exists else -np.inf
-                for d in range(steps):
-                    words[panel * steps + d, lane] = 0
+            packed.scale[panel, lane], packed.size[panel, lane] = scale, size
+        for d in range(steps):
+            for lane in range(NARROW):
+                words[panel * steps + d, lane] = pairs[lane, d]
 
 
 @inlined
