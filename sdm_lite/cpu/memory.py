@@ -65,7 +65,8 @@ def for_kernels(array: np.ndarray) -> np.ndarray:
 
     Another type would mean compiling the kernel once more.
     """
-    array = np.require(array, requirements=["C", "A"])
+    if not (array.flags.c_contiguous and array.flags.aligned):
+        array = np.require(array, requirements=["C", "A"])
     return array if array.flags.writeable else np.asarray(_Writable(array))
 
 
