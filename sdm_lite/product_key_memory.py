@@ -295,11 +295,10 @@ def check_keys(op: str, keys: Any) -> None:
 
 def check_bag_slots(op: str, slots: np.ndarray, num_slots: int) -> np.ndarray:
     """Return the slots as flat rows [n, k] int32, or raise SlotError where one is outside [0, num_slots)."""
-    flat = arrays.to_slots(slots).reshape(math.prod(slots.shape[:-1]), slots.shape[-1])
-    if flat.size and (flat.min() < 0 or flat.max() >= num_slots):
-        bad = flat[(flat < 0) | (flat >= num_slots)][0]
+    if slots.size and (slots.min() < 0 or slots.max() >= num_slots):
+        bad = slots[(slots < 0) | (slots >= num_slots)][0]
         raise SlotError(message(op, "slots", f"slots in [0, {num_slots})", str(bad), "check the table's size"))
-    return flat
+    return arrays.plain(slots, np.int32).reshape(math.prod(slots.shape[:-1]), slots.shape[-1])
 
 
 def _opened_lookup(op: str, queries: Any, keys: Any, k: Any, backend: Any) -> tuple[str, Any, Any, int, str]:

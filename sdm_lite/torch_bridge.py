@@ -22,6 +22,7 @@ from torch import Tensor
 
 from . import rooms
 from . import torch_bridge_ops as ops
+from . import torch_direct as direct
 from .errors import DeviceError, DtypeError, ValueRangeError, message
 from .rooms import DeltaOptions
 from .torch_bridge_ops import SecondDerivativeError
@@ -63,7 +64,7 @@ def product_key_topk(scores: Tensor, k: int, widths: Sequence[int], backend: str
     (tensor([1., 1., 1.]), tensor([0, 1, 3], dtype=torch.int32))
     """
     _check_devices("product_key_topk", ("scores",), (scores,))
-    return ops.product_key_topk(scores, k, widths, backend)
+    return direct.call(ops.product_key_topk, scores, k, widths, backend)
 
 
 def hash_slots(ids: Tensor, num_slots: int, k: int, seed: int, backend: str) -> Tensor:
@@ -75,7 +76,7 @@ def hash_slots(ids: Tensor, num_slots: int, k: int, seed: int, backend: str) -> 
     """
     _check_devices("hash_slots", ("ids",), (ids,))
     # an op takes 64-bit integers; rooms take the seed modulo 2**64
-    return ops.hash_slots(ids, num_slots, k, (seed + 2**63) % 2**64 - 2**63, backend)
+    return direct.call(ops.hash_slots, ids, num_slots, k, (seed + 2**63) % 2**64 - 2**63, backend)
 
 
 def sparse_delta_rule(
@@ -135,7 +136,7 @@ def sparse_delta_rule(
     # what the backward needs costs memory and time: nothing is saved where nobody will ask for it
     save = torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in call])
     options_flat = (options.rule, options.restore, options.restore_tau, options.snapshot_dtype)
-    outputs = ops.sparse_delta_rule(*call, backend, *options_flat, check, final, save)
+    outputs = direct.call(ops.sparse_delta_rule, *call, backend, *options_flat, check, final, save)
     return outputs[0], outputs[1] if final else None
 
 
@@ -171,7 +172,7 @@ def sparse_delta_rule_(
     if not state.is_contiguous() and _overlaps(state):
         got = f"strides {list(state.stride())}"
         raise ValueRangeError(message(op, "state", "a tensor whose cells do not overlap", got, "call .contiguous()"))
-    return ops.sparse_delta_rule_(*call, backend, options.rule, check)
+    return direct.call(ops.sparse_delta_rule_, *call, backend, options.rule, check)
 
 
 _NAMES = (*rooms.DeltaInputs._fields, "state")  # of the tensors of a call, in the order of the ops' schemas

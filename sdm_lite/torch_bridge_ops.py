@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import custom_op, get_ctx
+from torch.library import get_ctx
 
 from . import rooms, validate
 from . import torch_bridge_arrays as convert
+from . import torch_direct as direct
 from .arrays import module_of
 from .errors import SdmError, message
 from .rooms import DeltaOptions
@@ -43,9 +44,8 @@ def _no_second_derivative(op: str):
 # ---- addressing -----------------------------------------------------------------------------------------------
 
 
-@custom_op(
+@direct.op(
     "sdm_lite::product_key_topk",
-    mutates_args=(),
     device_types=("cpu", "cuda"),
     schema="(Tensor scores, SymInt k, SymInt[] widths, str backend) -> (Tensor, Tensor)",
 )
@@ -65,9 +65,8 @@ def _(scores, k, widths, backend):
     return scores.new_empty(shape, dtype=sums), scores.new_empty(shape, dtype=torch.int32)
 
 
-@custom_op(
+@direct.op(
     "sdm_lite::product_key_topk_backward",
-    mutates_args=(),
     device_types=("cpu", "cuda"),
     schema="(Tensor dvalues, Tensor slots, SymInt[] widths, str backend) -> Tensor",
 )
@@ -97,7 +96,7 @@ def _topk_gradient(ctx, dvalues, _dslots):
     (slots,) = ctx.saved_tensors
     if dvalues is None:
         return None, None, None, None
-    dscores = product_key_topk_backward(dvalues, slots, ctx.widths, ctx.backend).to(ctx.dtype)
+    dscores = direct.call(product_key_topk_backward, dvalues, slots, ctx.widths, ctx.backend).to(ctx.dtype)
     return dscores, None, None, None
 
 
@@ -105,9 +104,8 @@ product_key_topk.register_autograd(_topk_gradient, setup_context=_topk_setup)
 product_key_topk_backward.register_autograd(_no_second_derivative("product_key_topk"))
 
 
-@custom_op(
+@direct.op(
     "sdm_lite::hash_slots",
-    mutates_args=(),
     device_types=("cpu", "cuda"),
     schema="(Tensor ids, SymInt num_slots, SymInt k, int seed, str backend) -> Tensor",
 )
@@ -153,9 +151,8 @@ class _Delta(NamedTuple):
 _DIFFERENTIABLE = (0, 2, 3, 4, 6, 8)
 
 
-@custom_op(
+@direct.op(
     "sdm_lite::sparse_delta_rule",
-    mutates_args=(),
     device_types=("cpu", "cuda"),
     schema=f"({_CALL}, Tensor? cu_seqlens, Tensor initial_state, {_OPTIONS}, bool check, bool final, bool save)"
     " -> Tensor[]",
@@ -209,9 +206,8 @@ class _DeltaBackward(NamedTuple):
     wanted: list[bool]
 
 
-@custom_op(
+@direct.op(
     "sdm_lite::sparse_delta_rule_backward",
-    mutates_args=(),
     device_types=("cpu", "cuda"),
     schema=f"({_CALL}, Tensor? cu_seqlens, Tensor[] saved, Tensor dreadings, Tensor? dfinal, SymInt[] state_shape,"
     f" ScalarType state_dtype, {_OPTIONS}, bool[] wanted) -> Tensor[]",
@@ -260,7 +256,9 @@ def _delta_gradient(ctx, doutputs):
         dreadings = torch.zeros_like(call[0])
     wanted = [ctx.needs_input_grad[place] for place in _DIFFERENTIABLE]
     state = (ctx.state_shape, ctx.state_dtype)
-    gradients = iter(sparse_delta_rule_backward(*call, saved, dreadings, dfinal, *state, *ctx.options, wanted))
+    gradients = iter(
+        direct.call(sparse_delta_rule_backward, *call, saved, dreadings, dfinal, *state, *ctx.options, wanted)
+    )
     named = dict(zip(_DIFFERENTIABLE, wanted, strict=True))
     return tuple(next(gradients) if named.get(place) else None for place in range(len(_Delta._fields)))
 
@@ -286,9 +284,9 @@ class _DeltaUpdate(NamedTuple):
     check: bool
 
 
-@custom_op(
+@direct.op(
     "sdm_lite::sparse_delta_rule_",
-    mutates_args={"state"},
+    writes=(8, "state"),
     device_types=("cpu", "cuda"),
     schema=f"({_CALL}, Tensor? cu_seqlens, Tensor(a!) state, str backend, str rule, bool check) -> Tensor",
 )

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import torch_direct as direct
 from . import torch_product_keys_ops as ops
 from .fwpkm_stream import StreamCall, StreamOptions
 from .torch_bridge import _check_devices
@@ -28,7 +29,7 @@ def idw_product_key_topk(queries: Tensor, keys: Tensor, k: int, epsilon: float, 
     """
     _check_devices("idw_product_key_topk", ("queries", "keys"), (queries, keys))
     dtype = compute_dtype(queries.dtype)
-    return ops.idw_product_key_topk(queries.to(dtype), keys.to(dtype), k, epsilon, backend)[:2]
+    return direct.call(ops.idw_product_key_topk, queries.to(dtype), keys.to(dtype), k, epsilon, backend)[:2]
 
 
 def embedding_bag(values: Tensor, slots: Tensor, weights: Tensor, sparse_gradient: bool, backend: str) -> Tensor:
@@ -41,7 +42,7 @@ def embedding_bag(values: Tensor, slots: Tensor, weights: Tensor, sparse_gradien
     ([[1]], [[2.5]])
     """
     _check_devices("embedding_bag", ("values", "slots", "weights"), (values, slots, weights))
-    return ops.embedding_bag(values, slots, weights.to(values.dtype), sparse_gradient, backend)
+    return direct.call(ops.embedding_bag, values, slots, weights.to(values.dtype), sparse_gradient, backend)
 
 
 # ---- what sdm_lite.fwpkm_op and FwPKMState need of a kind of array ------------------------------------------
@@ -74,7 +75,7 @@ def stream(call: StreamCall, lane: Any, options: StreamOptions, name: str, leave
     save = torch.is_grad_enabled() and any([x.requires_grad for x in (*floats, keys, table)])
     given = (*floats, torch.from_numpy(call.mask), keys, table, torch.from_numpy(place), torch.from_numpy(owned))
     flat = [getattr(options, field) for field in ops.OPTION_FIELDS]
-    outputs = ops.fwpkm(*given, call.carried, call.fresh, *flat, name, save)
+    outputs = direct.call(ops.fwpkm, *given, call.carried, call.fresh, *flat, name, save)
     return outputs[0], tuple(x.detach().numpy() for x in outputs[1:4])
 
 

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import custom_op, get_ctx
+from torch.library import get_ctx
 
 from . import rooms
 from . import torch_bridge_arrays as convert
+from . import torch_direct as direct
 from .fwpkm_equations import distances_of_weights
 from .fwpkm_stream import StreamCall, StreamOptions, StreamSaved, dense_rows, stream_backward, stream_forward
 from .product_key_memory import bag_rows, check_bag_slots
@@ -30,10 +31,8 @@ def _array(x: Tensor) -> Any:
 # ---- retrieval by distance --------------------------------------------------------------------------------------
 
 
-@custom_op(
+@direct.op(
     "sdm_lite::idw_product_key_topk",
-    mutates_args=(),
-    device_types="cpu",
     schema="(Tensor queries, Tensor keys, SymInt k, float epsilon, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def idw_product_key_topk(queries, keys, k, epsilon, backend):
@@ -52,10 +51,8 @@ def _(queries, keys, k, epsilon, backend):
     return queries.new_empty(shape), slots, columns, queries.new_empty(near)
 
 
-@custom_op(
+@direct.op(
     "sdm_lite::idw_product_key_topk_backward",
-    mutates_args=(),
-    device_types="cpu",
     schema="(Tensor dweights, Tensor queries, Tensor keys, Tensor weights, Tensor slots, Tensor columns,"
     " Tensor distances, str backend) -> (Tensor, Tensor)",
 )
@@ -90,7 +87,7 @@ def _idw_setup(ctx, inputs, output):
 def _idw_gradient(ctx, dweights, *_):
     if dweights is None:
         return (None,) * 5
-    return (*idw_product_key_topk_backward(dweights, *ctx.saved_tensors, ctx.backend), None, None, None)
+    return (*direct.call(idw_product_key_topk_backward, dweights, *ctx.saved_tensors, ctx.backend), None, None, None)
 
 
 idw_product_key_topk.register_autograd(_idw_gradient, setup_context=_idw_setup)
@@ -99,10 +96,8 @@ idw_product_key_topk_backward.register_autograd(_no_second_derivative("idw_produ
 # ---- weighted sums of rows --------------------------------------------------------------------------------------
 
 
-@custom_op(
+@direct.op(
     "sdm_lite::embedding_bag",
-    mutates_args=(),
-    device_types="cpu",
     schema="(Tensor values, Tensor slots, Tensor weights, bool sparse_gradient, str backend) -> Tensor",
 )
 def embedding_bag(values, slots, weights, sparse_gradient, backend):
@@ -124,10 +119,8 @@ def _flat_bag(dreadings: Tensor, slots: Tensor, weights: Tensor | None) -> tuple
     return upstream, flat, None if weights is None else _array(weights).reshape(flat.shape)
 
 
-@custom_op(
+@direct.op(
     "sdm_lite::embedding_bag_backward",
-    mutates_args=(),
-    device_types="cpu",
     schema="(Tensor dreadings, Tensor slots, Tensor weights, SymInt num_slots, str backend) -> Tensor",
 )
 def embedding_bag_backward(dreadings, slots, weights, num_slots, backend):
@@ -141,10 +134,8 @@ def _(dreadings, slots, weights, num_slots, backend):
     return dreadings.new_empty((num_slots, dreadings.shape[-1]))
 
 
-@custom_op(
+@direct.op(
     "sdm_lite::embedding_bag_rows",
-    mutates_args=(),
-    device_types="cpu",
     schema="(Tensor dreadings, Tensor slots, Tensor weights, SymInt num_slots, str backend) -> (Tensor, Tensor)",
 )
 def embedding_bag_rows(dreadings, slots, weights, num_slots, backend):
@@ -160,10 +151,8 @@ def _(dreadings, slots, weights, num_slots, backend):
     return slots.new_empty((count,), dtype=torch.int64), dreadings.new_empty((count, dreadings.shape[-1]))
 
 
-@custom_op(
+@direct.op(
     "sdm_lite::embedding_bag_weights_backward",
-    mutates_args=(),
-    device_types="cpu",
     schema="(Tensor dreadings, Tensor values, Tensor slots, str backend) -> Tensor",
 )
 def embedding_bag_weights_backward(dreadings, values, slots, backend):
@@ -191,13 +180,13 @@ def _bag_gradient(ctx, dreadings):
     if ctx.needs_input_grad[0]:
         call = (dreadings, slots, weights, ctx.num_slots, ctx.backend)
         if ctx.sparse:
-            rows, gradient = embedding_bag_rows(*call)
+            rows, gradient = direct.call(embedding_bag_rows, *call)
             size = (ctx.num_slots, dreadings.shape[-1])
             dvalues = torch.sparse_coo_tensor(rows[None], gradient, size, is_coalesced=True, check_invariants=False)
         else:
-            dvalues = embedding_bag_backward(*call)
+            dvalues = direct.call(embedding_bag_backward, *call)
     if ctx.needs_input_grad[2]:
-        dweights = embedding_bag_weights_backward(dreadings, values, slots, ctx.backend)
+        dweights = direct.call(embedding_bag_weights_backward, dreadings, values, slots, ctx.backend)
     return dvalues, None, dweights, None, None
 
 
@@ -243,10 +232,8 @@ def _call(x: Any) -> StreamCall:
     return StreamCall._make((*floats, x.mask.detach().numpy(), x.carried, x.fresh))
 
 
-@custom_op(
+@direct.op(
     "sdm_lite::fwpkm",
-    mutates_args=(),
-    device_types="cpu",
     schema="(Tensor queries, Tensor values, Tensor gates, Tensor mask, Tensor keys, Tensor table, Tensor place,"
     f" Tensor owned, SymInt carried, SymInt fresh, {_OPTIONS}, str backend, bool save) -> Tensor[]",
 )
@@ -278,10 +265,8 @@ def _(*operands):
     return outputs + convert.fake_saved(x.values, context.new_dynamic_size) if x.save else outputs
 
 
-@custom_op(
+@direct.op(
     "sdm_lite::fwpkm_backward",
-    mutates_args=(),
-    device_types="cpu",
     schema="(Tensor queries, Tensor values, Tensor gates, Tensor mask, Tensor[] saved, Tensor dretrieved,"
     f" SymInt carried, SymInt fresh, {_OPTIONS}, SymInt[] keys_shape, SymInt num_slots, str backend) -> Tensor[]",
 )
@@ -320,7 +305,7 @@ def _stream_gradient(ctx, doutputs):
     tensors = ctx.saved_tensors
     num_slots = ctx.num_slots if ctx.needs_input_grad[5] else -1
     rest = (*ctx.counts, *ctx.options, ctx.keys_shape, num_slots, ctx.backend)
-    gradients = fwpkm_backward(*tensors[:4], list(tensors[4:]), doutputs[0], *rest)
+    gradients = direct.call(fwpkm_backward, *tensors[:4], list(tensors[4:]), doutputs[0], *rest)
     *floats, dkeys = gradients[:4]
     found = [*floats, None, dkeys, gradients[4] if num_slots >= 0 else None]
     wanted = [d if need else None for d, need in zip(found, ctx.needs_input_grad)]

@@ -106,6 +106,39 @@ def test_a_row_gets_the_same_bits_alone_and_screened_in_a_batch():
     assert np.isnan(batch.weights[3]).all() and np.isfinite(np.delete(batch.weights, [3, 5], 0)).all()
 
 
+def hard_for_a_screen(kind, dtype):
+    rng = np.random.default_rng(3)
+    queries, keys = rng.standard_normal((70, 1, 80)), 0.3 * rng.standard_normal((1, 2, 100, 40))
+    if kind == "ties":
+        queries, keys = np.round(2 * queries), np.round(2 * keys)
+        keys[:, :, 50:] = keys[:, :, :50]
+    elif kind == "lost in epsilon":  # every distance rounds to epsilon: all are equal
+        queries, keys = 1e-22 * queries, 1e-22 * keys
+    elif kind == "not finite":
+        queries[3], queries[5, 0, 1], queries[6], queries[7] = np.nan, np.inf, 1e18, 1e30
+        keys[0, 0, 1], keys[0, 1, 2], keys[0, 0, 3, 0], keys[0, 1, :40] = np.nan, -np.inf, 1e30, np.nan
+    elif kind == "on large keys":
+        keys[:, :, ::7] *= 30
+        queries[:, :, :40] = keys[0, 0, rng.integers(0, 100, (70, 1))]
+    elif kind == "nearly equal keys":
+        keys = 50 + keys[:, :, :1] + 1e-5 * keys
+    return queries.astype(dtype), keys.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "kind", ["plain", "ties", "lost in epsilon", "not finite", "on large keys", "nearly equal keys"]
+)
+def test_the_screen_shows_in_no_bit(kind, dtype, monkeypatch):
+    queries, keys = hard_for_a_screen(kind, dtype)
+    for k in (1, 8, 60):
+        screened = cpu.idw_product_key_topk_forward(queries, keys, k, 1e-3)
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu.nearest, "SCREEN_FROM", len(queries) + 1)
+            without = cpu.idw_product_key_topk_forward(queries, keys, k, 1e-3)
+        assert [x.tobytes() for x in screened] == [x.tobytes() for x in without]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_retrieval_gradients_agree_with_differences(backend):
     queries, keys, *_ = arrays_of((6, 2, 3, 2, 9, 1), np.float64)  # every slot is selected: no kink

@@ -17,6 +17,7 @@ from cases import make_case
 from torch.utils.checkpoint import checkpoint
 from torch_memory import Memory, gradients, leaves_of, rule, same_bits, tensors, upstream
 
+import sdm_lite
 from sdm_lite import rooms, torch_bridge_ops
 
 ROOMS = [name for name, state in rooms.backends().items() if state == "ready"]
@@ -134,3 +135,52 @@ def ddp_rank(folder: pathlib.Path, rank: int) -> list[torch.Tensor]:
 
 if __name__ == "__main__":
     torch.save(ddp_rank(pathlib.Path(sys.argv[1]), 1), f"{sys.argv[1]}/other.pt")
+
+
+# ---- calls without the dispatcher --------------------------------------------------------------------------------
+
+
+class _Names(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the ops that pass by."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_whoever_looks_at_ops_sees_them():
+    scores = torch.randn(3, 9)
+    with _Names() as seen:
+        watched = sdm_lite.product_key_topk(scores, 4, factors=(5, 4))
+    assert "sdm_lite::product_key_topk" in seen.names
+    with torch.autograd.profiler.profile() as profile:
+        sdm_lite.product_key_topk(scores, 4, factors=(5, 4))
+    assert "sdm_lite::product_key_topk" in {event.name for event in profile.function_events}
+    assert all(map(torch.equal, watched, sdm_lite.product_key_topk(scores, 4, factors=(5, 4))))
+
+
+def test_a_call_that_nobody_looks_at_goes_past_the_dispatcher(monkeypatch):
+    scores = torch.randn(3, 9, requires_grad=True)
+
+    def refuse(*operands):
+        raise AssertionError("dispatched")
+
+    key = torch_bridge_ops.product_key_topk
+    monkeypatch.setattr(type(key), "__call__", refuse)
+    with torch.no_grad():
+        sdm_lite.product_key_topk(scores, 4, factors=(5, 4))
+    with pytest.raises(AssertionError, match="dispatched"):  # a derivative is wanted
+        sdm_lite.product_key_topk(scores, 4, factors=(5, 4))
+
+
+def test_a_write_in_place_is_noticed_by_a_backward_that_saved_the_state():
+    slots, one = torch.zeros(1, 1, 1, 1, dtype=torch.int32), torch.ones(1, 1, 1, 1)
+    state, factor = torch.zeros(1, 1, 2, 1), torch.ones(1, requires_grad=True)
+    product = factor * state
+    sdm_lite.sparse_delta_rule_(one, slots, one, -one[..., 0], one[..., 0], slots, one, state)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()

@@ -29,15 +29,12 @@ def product_key_topk_forward(scores: np.ndarray, widths: Sequence[int], k: int) 
     scores = np.ascontiguousarray(scores)
     values, slots = np.empty((len(scores), k), scores.dtype), np.empty((len(scores), k), np.int32)
     width_array, pairs, starts = stages(tuple(widths), k)
-    integer = np.dtype(f"i{scores.itemsize}").type
-    lowest = np.iinfo(integer).min
-    minus_infinity = lowest - int(np.array(-np.inf, scores.dtype).view(integer))
-    flat, bits = scores.reshape(-1), scores.view(integer).reshape(-1)
-    keys_of = (integer(lowest), integer(minus_infinity))
+    flat, bits = scores.reshape(-1), scores.view(f"i{scores.itemsize}").reshape(-1)
+    bounds = keys_of(scores.dtype)
 
     def rows(first: int, last: int) -> None:
         work = scratch(scores.dtype, width_array, starts, k)
-        topk_rows(flat, bits, width_array, pairs, starts, *keys_of, first, last, work, values, slots)
+        topk_rows(flat, bits, width_array, pairs, starts, *bounds, first, last, work, values, slots)
 
     _over_rows(len(scores), rows)
     return values, slots
@@ -59,6 +56,13 @@ def hash_slots_forward(ids: np.ndarray, num_slots: int, k: int, seed: int) -> np
     salt = np.uint64((int(seed) + _GOLDEN) & _WORD)
     _over_rows(len(words), lambda first, last: _hash_rows(words, num_slots, salt, first, last, slots))
     return slots
+
+
+def keys_of(dtype: np.dtype) -> tuple[np.integer, np.integer]:
+    """Return the lowest integer of a float's size, and the key of -inf (select.py)."""
+    integer = np.dtype(f"i{dtype.itemsize}").type
+    lowest = np.iinfo(integer).min
+    return integer(lowest), integer(lowest - int(np.array(-np.inf, dtype).view(integer)))
 
 
 def _over_rows(count: int, rows: Callable[[int, int], None]) -> None:

@@ -14,7 +14,7 @@ import threading
 import numpy as np
 
 _SMALLEST = 1 << 18  # bytes; below this malloc keeps the memory itself
-_LINE = 64  # bytes of a cache line
+_LINE = 64  # bytes
 _STEP = 1 << 16  # sizes are rounded up to it, or to 1/16 of the size, so that nearly equal requests share
 
 
@@ -44,13 +44,14 @@ class _Block:
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an uninitialised C-contiguous array."""
+    """Return an uninitialised C-contiguous array; a large one begins with a cache line, so that rows straddle fewer."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if size < _SMALLEST:
-        return _aligned(size).view(dtype).reshape(shape)
+        return np.empty(shape, dtype)
     step = max(_STEP, size >> 4)
-    memory = _take(-(-size // step) * step)
-    return np.asarray(_Block(memory))[:size].view(dtype).reshape(shape)
+    memory = _take(-(-(size + _LINE) // step) * step)
+    start = -memory.ctypes.data % _LINE
+    return np.asarray(_Block(memory))[start : start + size].view(dtype).reshape(shape)
 
 
 class _Writable:
@@ -66,9 +67,8 @@ def for_kernels(array: np.ndarray) -> np.ndarray:
 
     Another type would mean compiling the kernel once more.
     """
-    if array.flags.carray:  # all three
-        return array
-    array = np.require(array, requirements=["C", "A"])
+    if not (array.flags.c_contiguous and array.flags.aligned):
+        array = np.require(array, requirements=["C", "A"])
     return array if array.flags.writeable else np.asarray(_Writable(array))
 
 
@@ -79,14 +79,7 @@ def _take(size: int) -> np.ndarray:
             if size <= memory.nbytes <= size + (size >> 3) and _waiting.pop(key, None) is not None:
                 _bytes -= memory.nbytes
                 return memory
-    return _aligned(size)
-
-
-def _aligned(size: int) -> np.ndarray:
-    """Return new bytes that begin on a cache line: a vector that lies across two costs a load or a store more."""
-    memory = np.empty(size + _LINE, np.uint8)
-    begin = -memory.ctypes.data % _LINE
-    return memory[begin : begin + size]
+    return np.empty(size, np.uint8)
 
 
 def _put_back(memory: np.ndarray) -> None:

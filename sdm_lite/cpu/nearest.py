@@ -2,16 +2,13 @@
 
     u = epsilon + |q - K_j|^2,  s = -log u,  slot (i, j) scores s_i + s_j,  w = softmax over a token's H k slots
 
-Distances that count are sums of squared differences (16 partial sums, a fixed tree): exact to rounding also where
-a query lies on a key. Most sub-keys are kept from that by a *screen*: x_j = q K_j - |K_j|^2 / 2, a matrix product
-in registers, has |q - K_j|^2 = |q|^2 - 2 x_j. It is rounded otherwise, so it only proposes SPARE more sub-keys than
-wanted, and is believed only where the first one left out is farther than the last one chosen by more than both
-roundings together; any other row, and every row with a NaN, is done by differences over all sub-keys. Which way a
-row went therefore shows in no bit: a token alone, which is not screened, gets what it gets in a batch.
+Distances are sums of squared differences (16 partial sums, a fixed tree): exact to rounding also where a query lies on
+a key. From a batch on, a screen (`screen.py`) says which few sub-keys may be among the nearest, and distances are taken
+of these alone; a token alone has them taken of all. Which way it went shows in no bit.
 
-Shapes: queries [n, H, 2h], keys [H, 2, m, h], flat below as tables [2H m, h]. Ownership: a job is a token.
-Bytes per token: 2 H m h itemsize of packed keys from a near cache, ROWS tokens at a time; scratch is
-O(ROWS m) a thread. Twin: `sdm_lite/reference/nearest.py`.
+Shapes: queries [n, H, 2h], keys [H, 2, m, h], flat below as tables [2H m, h]. Ownership: a job is ROWS tokens.
+Bytes per token: 4 H m h of packed keys from a near cache, ROWS tokens at a time, and k h itemsize of keys and a few
+more; scratch is O(ROWS m) a thread. Twin: `sdm_lite/reference/nearest.py`.
 """
 
 from __future__ import annotations
@@ -22,14 +19,13 @@ import numpy as np
 
 from ..rooms import Lookup
 from . import memory, pool
-from .addressing import stages
+from .addressing import keys_of, stages
 from .compile import inlined, kernel
 from .forward import NARROW
-from .select import scratch, topk_rows
-from .vector import borrowed, fma, load, splat, store, sub, total, zeros
+from .screen import ROWS, block_for, borrow_screen, candidates, limit_of, pack, screen_block
+from .select import add_pairs, borrow_scratch, choose, order_keys, scratch, to_rank_list
+from .vector import borrowed, fma, load, sub, total, zeros
 
-ROWS, GROUP = 48, 6  # tokens of a block, and of those in registers at once
-SPARE = 8  # sub-keys that the screen proposes beyond those wanted
 SCREEN_FROM = 64  # tokens of a call from which packing the keys pays
 
 
@@ -42,152 +38,70 @@ def idw_product_key_topk_forward(queries: np.ndarray, keys: np.ndarray, k: int, 
     distances = np.empty(columns.shape, dtype)
     tables = memory.for_kernels(keys).reshape(count * sub_keys, width)
     flat = memory.for_kernels(queries).reshape(tokens * count, width)
-    packed = _pack(tables, count) if tokens >= SCREEN_FROM and kept + SPARE < sub_keys else None
+    packed = pack(tables if tokens >= SCREEN_FROM and kept < sub_keys else tables[:0], count)
     near = (columns.reshape(tokens, count, kept), distances.reshape(tokens, count, kept))
     best = (slots.reshape(tokens, heads * k), weights.reshape(tokens, heads * k))
-    epsilon = dtype.type(epsilon)
+    _, pairs, starts = stages((kept, kept), k)
+    widths, limit, epsilon = np.array((sub_keys, sub_keys)), limit_of(width), dtype.type(epsilon)
+
+    waiting: list[tuple] = []  # scratch that no thread is using: a fresh page costs as much as some tokens
 
     def job(lo: int, hi: int) -> None:
-        most = min(ROWS, hi - lo)
-        every, pair = _Selection(dtype, most, (sub_keys,), kept), _Selection(dtype, most, (kept, kept), k)
-        screen = None if packed is None else _Screen(tables, count, *packed, kept)
-        for t0 in range(lo, hi, ROWS):
-            rows = min(ROWS, hi - t0)
-            for table in range(count):
-                doubtful = np.arange(rows) if screen is None else screen.nearest(flat, t0, rows, table, epsilon, *near)
-                if len(doubtful):
-                    _all_distances(flat, t0, doubtful, table, count, tables, epsilon, every.scores)
-                    every.select(len(doubtful))
-                    _take(t0, doubtful, table, every.scores, every.slots, *near)
-                if table % 2:
-                    _pair_scores(t0, rows, table, near[1], pair.scores)
-                    pair.select(rows)
-                    _to_slots(t0, rows, table, sub_keys, near[0], pair.values, pair.slots, *best)
-            _softmax(t0, t0 + rows, best[1])
+        try:
+            block, work = waiting.pop()
+        except IndexError:
+            block = block_for(width, sub_keys, kept, ROWS if len(packed.scale) else 0)
+            work = scratch(dtype, widths, starts, k)
+        tokens_of = (lo * ROWS, min(hi * ROWS, tokens))
+        numbers = (limit, epsilon, pairs, *keys_of(dtype))
+        _nearest(*tokens_of, flat, tables, count, packed, block, *numbers, work, *near, *best)
+        waiting.append((block, work))
 
-    pool.run(tokens, job, tokens * keys.size)
+    pool.run(-(-tokens // ROWS), job, tokens * keys.size)
     return Lookup(weights, slots, columns, distances)
 
 
-class _Selection:
-    """Room for selecting the k greatest of each of some rows of scores, and what was chosen."""
-
-    def __init__(self, dtype: np.dtype, rows: int, widths: tuple[int, ...], k: int):
-        integer = np.dtype(f"i{dtype.itemsize}").type
-        lowest = np.iinfo(integer).min
-        self.bounds = (integer(lowest), integer(lowest - int(np.array(-np.inf, dtype).view(integer))))
-        self.scores = np.zeros(rows * sum(widths), dtype)
-        self.bits = self.scores.view(integer)
-        self.stages = stages(widths, k)
-        self.work = scratch(dtype, self.stages[0], self.stages[2], k)
-        self.values, self.slots = np.empty((rows, k), dtype), np.empty((rows, k), np.int32)
-
-    def select(self, rows: int) -> None:
-        """Set the first `rows` of `values` and `slots`; slots ascend."""
-        topk_rows(self.scores, self.bits, *self.stages, *self.bounds, 0, rows, self.work, self.values, self.slots)
-
-
-class _Screen:
-    """Finds the nearest sub-keys of a block of tokens by the screen, and knows the rows it cannot vouch for."""
-
-    def __init__(self, tables: np.ndarray, count: int, packed: np.ndarray, norms: np.ndarray, kept: int):
-        self.tables, self.count, self.packed, self.norms = tables, count, packed, norms
-        sub_keys = len(tables) // count
-        self.block = np.zeros((ROWS, tables.shape[1]), tables.dtype)
-        self.screen = _Selection(tables.dtype, ROWS, (sub_keys,), kept + SPARE)
-        self.near = _Selection(tables.dtype, ROWS, (kept + SPARE,), kept)
-
-    def nearest(
-        self, queries: np.ndarray, t0: int, rows: int, table: int, epsilon: float, columns: np.ndarray, distances
-    ) -> np.ndarray:
-        """Set columns and distances of one table for the tokens t0 .. t0 + rows; return which rows are doubtful."""
-        screen, near = self.screen, self.near
-        by_row = screen.scores.reshape(ROWS, -1)
-        largest = _screen_block(queries, t0, rows, table, self.count, self.packed, self.norms, self.block, by_row)
-        screen.select(rows)
-        _proposed_distances(queries, t0, rows, table, self.count, self.tables, epsilon, screen.slots, near.scores)
-        near.select(rows)
-        doubtful = np.empty(rows, np.int64)
-        found = _accept(
-            t0, rows, table, self.block, epsilon, largest, screen.values, screen.slots, near.scores, near.values,
-            near.slots, columns, distances, doubtful,
-        )  # fmt: skip
-        return doubtful[:found]
-
-
-def _pack(tables: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the keys by panels of NARROW sub-keys, transposed, and minus half their squared norms [panels, NARROW]."""
-    sub_keys, width = len(tables) // count, tables.shape[1]
-    panels = -(-sub_keys // NARROW)
-    packed = np.zeros((count * panels * width, NARROW), tables.dtype)
-    norms = np.zeros((count * panels, NARROW), tables.dtype)
-    pool.run(count * panels, lambda lo, hi: _pack_panels(lo, hi, tables, count, packed, norms), tables.size)
-    return packed, norms
-
-
 @kernel
-def _pack_panels(lo, hi, tables, count, packed, norms):
-    sub_keys, width = tables.shape[0] // count, tables.shape[1]
-    panels = norms.shape[0] // count
-    for panel in range(lo, hi):
-        first = (panel % panels) * NARROW
-        for lane in range(min(NARROW, sub_keys - first)):
-            row = (panel // panels) * sub_keys + first + lane
-            square = tables.dtype.type(0)
-            for d in range(width):
-                packed[panel * width + d, lane] = tables[row, d]
-                square += tables[row, d] * tables[row, d]
-            norms[panel, lane] = -square / 2
+def _nearest(
+    lo, hi, queries, tables, count, packed, block, limit, epsilon, pairs, lowest, minus_infinity, work_arrays, columns,
+    distances, slots, weights,
+):  # fmt: skip
+    """Find columns, distances [n, 2H, c], slots and weights [n, H k] of the tokens lo .. hi; pairs are the staircase.
 
-
-@inlined
-def _screen_panel(block, packed, norms, panel, rows, scores, column, n, zero):
-    """Set scores[t, column ..] = q_t K - |K|^2 / 2 of one panel for the tokens of the block, GROUP at a time."""
-    width = block.shape[1]
-    start, first = load(norms, panel, 0, zero, None), panel * width
-    for t in range(0, rows, GROUP):
-        a0, a1, a2, a3, a4, a5 = start, start, start, start, start, start
-        for d in range(width):
-            key = load(packed, first + d, 0, zero, None)
-            a0 = fma(splat(block[t, d], zero), key, a0)
-            a1 = fma(splat(block[t + 1, d], zero), key, a1)
-            a2 = fma(splat(block[t + 2, d], zero), key, a2)
-            a3 = fma(splat(block[t + 3, d], zero), key, a3)
-            a4 = fma(splat(block[t + 4, d], zero), key, a4)
-            a5 = fma(splat(block[t + 5, d], zero), key, a5)
-        store(scores, t, column, a0, n)
-        store(scores, t + 1, column, a1, n)
-        store(scores, t + 2, column, a2, n)
-        store(scores, t + 3, column, a3, n)
-        store(scores, t + 4, column, a4, n)
-        store(scores, t + 5, column, a5, n)
-
-
-@kernel
-def _screen_block(queries, t0, rows, table, count, packed, norms, block, scores):
-    """Fill the screen's scores [ROWS, m] of one table for the tokens t0 .. t0 + rows; return its largest |K|^2."""
-    queries, packed, norms, block, scores = (
-        borrowed(queries),
-        borrowed(packed),
-        borrowed(norms),
-        borrowed(block),
-        borrowed(scores),
-    )
-    zero, sub_keys = zeros(block.dtype, NARROW), scores.shape[1]
-    panels = norms.shape[0] // count
-    for t in range(rows):
-        for d in range(block.shape[1]):
-            block[t, d] = queries[(t0 + t) * count + table, d]
-    largest = block.dtype.type(0)
-    for p in range(panels):
-        panel, column = table * panels + p, p * NARROW
-        for lane in range(NARROW):
-            largest = max(largest, -2 * norms[panel, lane])
-        if column + NARROW <= sub_keys:
-            _screen_panel(block, packed, norms, panel, rows, scores, column, None, zero)
-        else:
-            _screen_panel(block, packed, norms, panel, rows, scores, column, sub_keys - column, zero)
-    return largest
+    The screen is used where there are packed keys.
+    """
+    packed, block = borrow_screen(packed, block)
+    queries, tables, pairs = borrowed(queries), borrowed(tables), borrowed(pairs)
+    columns, distances, slots, weights = borrowed(columns), borrowed(distances), borrowed(slots), borrowed(weights)
+    floats, integers, longs, hints, work = borrow_scratch(work_arrays)
+    near, scores, bits = borrowed(longs[1]), borrowed(floats[3]), borrowed(integers[3])
+    zero, sub_keys, kept = zeros(tables.dtype, NARROW), tables.shape[0] // count, columns.shape[2]
+    width, screened = tables.shape[1], packed.scale.shape[0] > 0
+    for t0 in range(lo, hi, ROWS):
+        rows = min(ROWS, hi - t0)
+        for table in range(count):
+            if screened:
+                screen_block(queries, t0, rows, table, count, limit, packed, block)
+            for t in range(rows):
+                if screened:
+                    n = candidates(block, t, width, sub_keys, kept, np.float64(epsilon), near)
+                else:
+                    n = sub_keys
+                    for j in range(n):
+                        near[j] = j
+                for i in range(n):
+                    key = table * sub_keys + near[i]
+                    scores[i] = -_distance(queries, (t0 + t) * count + table, tables, key, epsilon, zero)
+                order_keys(bits, 0, n, lowest, minus_infinity, work.keys)
+                choose(n, kept, False, pairs, 0, 0, longs, lowest, borrowed(hints[0]), work)
+                for i in range(kept):
+                    columns[t0 + t, table, i] = near[work.found[i]]
+                    distances[t0 + t, table, i] = -scores[work.found[i]]
+        for t in range(t0, t0 + rows):
+            for head in range(count // 2):
+                _best_pairs(t, head, sub_keys, pairs, lowest, minus_infinity, floats, integers, longs, hints, work,
+                            columns, distances, slots, weights)  # fmt: skip
+            _softmax(t, weights)
 
 
 @inlined
@@ -205,100 +119,40 @@ def _distance(queries, q, tables, key, epsilon, zero):
     return epsilon + total(partial)
 
 
-@kernel
-def _proposed_distances(queries, t0, rows, table, count, tables, epsilon, slots, scores):
-    """Set scores = -u of the sub-keys that the screen proposes, slots [rows, proposed]."""
-    queries, tables = borrowed(queries), borrowed(tables)
-    zero, first = zeros(tables.dtype, NARROW), table * (tables.shape[0] // count)
-    for t in range(rows):
-        for i in range(slots.shape[1]):
-            u = _distance(queries, (t0 + t) * count + table, tables, first + slots[t, i], epsilon, zero)
-            scores[t * slots.shape[1] + i] = -u
+@inlined
+def _best_pairs(
+    t, head, sub_keys, pairs, lowest, minus_infinity, floats, integers, longs, hints, work, columns, distances, slots,
+    weights,
+):  # fmt: skip
+    """Set one head's slots to its k best pairs of kept columns, ascending; their scores go where weights will stand."""
+    kept, k, count = columns.shape[2], slots.shape[1] // (columns.shape[1] // 2), pairs.shape[1]
+    list_values, list_slots = borrowed(floats[5:]), borrowed(longs[2:])
+    values, sums, places = borrowed(floats[4]), borrowed(floats[3]), borrowed(longs[1])
+    for half in range(2):
+        table = 2 * head + half
+        for i in range(kept):
+            values[i] = -math.log(distances[t, table, i])
+            places[i] = work.found[i] = i
+        order_keys(borrowed(integers[4]), 0, kept, lowest, minus_infinity, work.keys)
+        to_rank_list(values, places, kept, lowest, work, borrowed(list_values[half]), borrowed(list_slots[half]))
+    add_pairs(list_values, pairs, 0, count, sums)
+    order_keys(borrowed(integers[3]), 0, count, lowest, minus_infinity, work.keys)
+    choose(count, k, True, pairs, 0, kept, list_slots, lowest, borrowed(hints[1]), work)
+    for a in range(k):
+        place = work.found[a]
+        i, j, sum_ = list_slots[0, pairs[0, place]], list_slots[1, pairs[1, place]], sums[place]
+        slots[t, head * k + a] = columns[t, 2 * head, i] * sub_keys + columns[t, 2 * head + 1, j]
+        weights[t, head * k + a] = sum_ if sum_ == sum_ else weights.dtype.type(-np.inf)
 
 
-@kernel
-def _all_distances(queries, t0, chosen, table, count, tables, epsilon, scores):
-    """Set scores = -u of all sub-keys, for the tokens t0 + chosen."""
-    queries, tables = borrowed(queries), borrowed(tables)
-    zero, sub_keys = zeros(tables.dtype, NARROW), tables.shape[0] // count
-    for row in range(chosen.size):
-        q = (t0 + chosen[row]) * count + table
-        for j in range(sub_keys):
-            scores[row * sub_keys + j] = -_distance(queries, q, tables, table * sub_keys + j, epsilon, zero)
-
-
-@kernel
-def _take(t0, chosen, table, scores, slots, columns, distances):
-    """Keep the selected of all sub-keys."""
-    sub_keys = scores.size // slots.shape[0]
-    for row in range(chosen.size):
-        for i in range(slots.shape[1]):
-            columns[t0 + chosen[row], table, i] = slots[row, i]
-            distances[t0 + chosen[row], table, i] = -scores[row * sub_keys + slots[row, i]]
-
-
-@kernel
-def _accept(
-    t0, rows, table, block, epsilon, largest, screened, proposals, scores, values, slots, columns, distances, doubtful
-):
-    """Keep the nearest of the proposed sub-keys, and note the rows where one left out might be nearer.
-
-    Rounding: a screened score is within (h + 2) unit (|q|^2 + |K|^2) / 2 of its value, a distance by differences
-    within (h + 2) unit of itself, at most 2 (|q|^2 + |K|^2): `slack` bounds what both can do to a comparison, twice.
-    A NaN makes the comparison false.
-    """
-    width, proposed, found = block.shape[1], proposals.shape[1], 0
-    unit = 4 * (width + 8) * np.finfo(block.dtype).eps
-    for t in range(rows):
-        square = 0.0
-        for d in range(width):
-            square += np.float64(block[t, d]) * np.float64(block[t, d])
-        lowest_screened, farthest = np.float64(np.inf), np.float64(-np.inf)
-        for i in range(proposed):
-            lowest_screened = min(lowest_screened, np.float64(screened[t, i]))
-        for i in range(slots.shape[1]):
-            place = slots[t, i]
-            u = -scores[t * proposed + place]
-            farthest = max(farthest, np.float64(u))
-            columns[t0 + t, table, i] = proposals[t, place]
-            distances[t0 + t, table, i] = u
-        slack = unit * (square + np.float64(largest))
-        if not farthest - np.float64(epsilon) < square - 2 * lowest_screened - slack:
-            doubtful[found] = t
-            found += 1
-    return found
-
-
-@kernel
-def _pair_scores(t0, rows, table, distances, scores):
-    """Set scores = -log u of both halves, [rows, 2 c], of the head whose second half is `table`."""
-    kept = distances.shape[2]
-    for t in range(rows):
-        for half in range(2):
-            for i in range(kept):
-                scores[(2 * t + half) * kept + i] = -math.log(distances[t0 + t, table - 1 + half, i])
-
-
-@kernel
-def _to_slots(t0, rows, table, sub_keys, columns, values, chosen, slots, weights):
-    """Translate the chosen pairs of kept columns into slots; their scores go where the weights will stand."""
-    k, kept, head = chosen.shape[1], columns.shape[2], table // 2
-    for t in range(rows):
-        for a in range(k):
-            i, j = divmod(np.int64(chosen[t, a]), kept)
-            slots[t0 + t, head * k + a] = columns[t0 + t, table - 1, i] * sub_keys + columns[t0 + t, table, j]
-            weights[t0 + t, head * k + a] = values[t, a]
-
-
-@kernel
-def _softmax(first, last, weights):
-    """Turn the scores of each token into weights that sum to 1."""
-    for t in range(first, last):
-        highest, sum_ = weights.dtype.type(-np.inf), weights.dtype.type(0)
-        for a in range(weights.shape[1]):
-            highest = max(highest, weights[t, a])
-        for a in range(weights.shape[1]):
-            weights[t, a] = math.exp(weights[t, a] - highest)
-            sum_ += weights[t, a]
-        for a in range(weights.shape[1]):
-            weights[t, a] /= sum_
+@inlined
+def _softmax(t, weights):
+    """Turn the scores of a token into weights that sum to 1."""
+    highest, sum_ = weights.dtype.type(-np.inf), weights.dtype.type(0)
+    for a in range(weights.shape[1]):
+        highest = max(highest, weights[t, a])
+    for a in range(weights.shape[1]):
+        weights[t, a] = math.exp(weights[t, a] - highest)
+        sum_ += weights[t, a]
+    for a in range(weights.shape[1]):
+        weights[t, a] /= sum_

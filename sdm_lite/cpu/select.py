@@ -20,14 +20,17 @@ from collections import namedtuple
 import numpy as np
 
 from .compile import inlined, kernel
+from .vector import borrowed
 
 #: scratch of one thread: keys of a stage's entries, the places found, what these are sorted by, and the sort's own
-_Work = namedtuple("_Work", "keys found few order ranks spare bins")
+Work = namedtuple("Work", "keys found few order ranks spare bins")
 
 #: scratch lengths are multiples of this: the lanes of a vector times the unrolling of the loops
 _PAD = 32
 #: up to this many entries, counting for each one the greater ones is faster than the radix sort
 _COUNTING_LIMIT = 192
+#: up to this many entries, that is also faster than a search for a threshold
+_RANKED_LIMIT = 64
 #: probes that only count; each one after these also moves to the nearest keys, so that ties end the search
 _PLAIN_PROBES = 8
 #: probes after which the search stops guessing and halves
@@ -48,7 +51,7 @@ def _pad(keys, count, lowest):
 
 
 @inlined
-def _order_keys(bits, start, count, lowest, minus_infinity, keys):
+def order_keys(bits, start, count, lowest, minus_infinity, keys):
     """Write the keys of the floats with these `bits`.
 
     A negative float's key is lowest - bits = -magnitude, so that -0 gets the key of +0; a key outside
@@ -96,7 +99,7 @@ def _guess(low, high, above_low, above_high, k, count, gap):
 
 
 @inlined
-def _threshold(keys, count, k, lowest, hint):
+def threshold_of(keys, count, k, lowest, hint):
     """Return (x, c) with c keys >= x: either c == k, or c > k and x is the k-th largest key itself.
 
     `hint` holds what earlier rows suggest: a first probe, and the distance from one key to the next.
@@ -144,6 +147,19 @@ def _collect(keys, count, threshold, found):
         found[m] = i  # overwritten unless it counts: hence one entry of room beyond the last
         m += np.uint64(keys[i] >= threshold)
     return np.int64(m)
+
+
+@inlined
+def _collect_ranked(keys, count, k, ranks, found):
+    """As `threshold_of` and `_collect`, for few keys: find the k greatest, and all that equal the last of them."""
+    _count_greater(keys, count, ranks)
+    m, threshold = np.uint64(0), np.int64(2**63 - 1)
+    for i in range(count):
+        chosen = ranks[i] < k
+        threshold = min(threshold, np.int64(keys[i])) if chosen else threshold
+        found[m] = i
+        m += np.uint64(chosen)
+    return threshold, np.int64(m)
 
 
 @inlined
@@ -217,7 +233,8 @@ def _sort(keys, count, lowest, work):
 
 
 @inlined
-def _add_pairs(list_values, pairs, start, count, sums):
+def add_pairs(list_values, pairs, start, count, sums):
+    """Write the sums of the rank pairs start .. start + count."""
     for p in range(count):
         q = np.uint64(start + p)
         sums[p] = list_values[0, pairs[0, q]] + list_values[1, pairs[1, q]]
@@ -238,17 +255,20 @@ def _sort_by_slot(pairs, start, width, list_slots, m, lowest, work):
 
 
 @inlined
-def _choose(count, k, slot_order, pairs, start, width, list_slots, lowest, hint, work):
+def choose(count, k, slot_order, pairs, start, width, list_slots, lowest, hint, work):
     """work.found[:k] = the places of the k greatest of `count` keys, by column or slot ascending."""
-    threshold, m = _threshold(work.keys, count, k, lowest, hint)
-    _collect(work.keys, count, threshold, work.found)
+    if count <= _RANKED_LIMIT:
+        threshold, m = _collect_ranked(work.keys, count, k, work.ranks, work.found)
+    else:
+        threshold, m = threshold_of(work.keys, count, k, lowest, hint)
+        _collect(work.keys, count, threshold, work.found)
     if slot_order:
         _sort_by_slot(pairs, start, width, list_slots, m, lowest, work)
     _drop_ties(work.keys, threshold, k, work.found, m)
 
 
 @inlined
-def _to_rank_list(values, slots, length, lowest, work, list_values, list_slots):
+def to_rank_list(values, slots, length, lowest, work, list_values, list_slots):
     """Write the chosen values and their slots, best first."""
     for i in range(length):
         work.few[i] = work.keys[work.found[i]]
@@ -268,6 +288,24 @@ def scratch(dtype, widths, starts, k):
     return floats, bits, np.empty((3, room), np.uint32), np.empty((4, room), np.int64), np.zeros((2 * widths.size, 2))
 
 
+@inlined
+def borrow_scratch(work_arrays):
+    """Return the arrays of `scratch` without their reference counts, and the selection's own among them."""
+    floats, integers, places, longs, hints = work_arrays
+    floats, integers, places = borrowed(floats), borrowed(integers), borrowed(places)
+    longs, hints = borrowed(longs), borrowed(hints)
+    work = Work(
+        borrowed(integers[0]),
+        borrowed(places[0]),
+        borrowed(integers[1]),
+        borrowed(places[1]),
+        borrowed(integers[2]),
+        borrowed(places[2]),
+        borrowed(longs[0]),
+    )
+    return floats, integers, longs, hints, work
+
+
 @kernel
 def topk_rows(
     scores, bits, widths, pairs, starts, lowest, minus_infinity, first, last, work_arrays, values_out, slots_out
@@ -278,14 +316,13 @@ def topk_rows(
     [2, P] uint32 are the ranks to add, for factor f those in [starts[f - 1], starts[f]); lowest and
     minus_infinity are the lowest integer and the key of -inf; work_arrays come from `scratch`.
     """
-    floats, integers, places, longs, hints = work_arrays
-    keys = integers[0]
-    found = places[0]
-    work = _Work(keys, found, integers[1], places[1], integers[2], places[2], longs[0])
-    sums, sum_bits = floats[3], integers[3]
+    scores, bits, pairs = borrowed(scores), borrowed(bits), borrowed(pairs)
+    floats, integers, longs, hints, work = borrow_scratch(work_arrays)
+    keys, found = work.keys, work.found
+    sums, sum_bits = borrowed(floats[3]), borrowed(integers[3])
     # the chosen by slot; and two rank lists, best first: all that is combined so far, and the factor to add
-    values, slots = floats[4], longs[1]
-    list_values, list_slots = floats[5:], longs[2:]
+    values, slots = borrowed(floats[4]), borrowed(longs[1])
+    list_values, list_slots = borrowed(floats[5:]), borrowed(longs[2:])
     stages = 2 * widths.size - 1
     k, columns, worst = slots_out.shape[1], scores.size // slots_out.shape[0], scores.dtype.type(-np.inf)
     for row in range(first, last):
@@ -297,11 +334,11 @@ def topk_rows(
             count = starts[f] - start if adding else widths[f]
             kept = min(k, length * widths[f] if adding else count)
             if adding:
-                _add_pairs(list_values, pairs, start, count, sums)
-                _order_keys(sum_bits, 0, count, lowest, minus_infinity, keys)
+                add_pairs(list_values, pairs, start, count, sums)
+                order_keys(sum_bits, 0, count, lowest, minus_infinity, keys)
             else:
-                _order_keys(bits, base, count, lowest, minus_infinity, keys)
-            _choose(count, kept, adding, pairs, start, widths[f], list_slots, lowest, hints[stage], work)
+                order_keys(bits, base, count, lowest, minus_infinity, keys)
+            choose(count, kept, adding, pairs, start, widths[f], list_slots, lowest, hints[stage], work)
             for i in range(kept):
                 place = found[i]
                 if adding:
@@ -318,7 +355,7 @@ def topk_rows(
                     slots_out[row, i] = slots[i]
             else:
                 side = stage % 2
-                _to_rank_list(values, slots, kept, lowest, work, list_values[side], list_slots[side])
+                to_rank_list(values, slots, kept, lowest, work, list_values[side], list_slots[side])
             if adding or stage == 0:
                 length = kept
             if not adding:

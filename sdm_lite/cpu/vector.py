@@ -23,7 +23,7 @@ CACHE_LINE = 64  # bytes
 class Vector(types.Type):
     """The Numba type of `lanes` numbers of `dtype` in registers."""
 
-    def __init__(self, dtype: types.Float, lanes: int):
+    def __init__(self, dtype: types.Number, lanes: int):
         self.dtype, self.lanes = dtype, lanes
         super().__init__(name=f"Vector({dtype}, {lanes})")
 
@@ -124,7 +124,7 @@ def zeros(typingctx, dtype, lanes):
     vector = Vector(dtype.dtype, lanes.literal_value)
 
     def codegen(context, builder, signature, arguments):
-        return ir.Constant(context.get_value_type(vector), [0.0] * vector.lanes)
+        return ir.Constant(context.get_value_type(vector), None)
 
     return vector(dtype, lanes), codegen
 
@@ -222,6 +222,77 @@ def _binary(name, doc):
 add = _binary("fadd", "Return a + b.")
 sub = _binary("fsub", "Return a - b.")
 mul = _binary("fmul", "Return a * b.")
+
+
+@intrinsic
+def greater(typingctx, a, b):
+    """Return the greater of each two lanes; b's where one is NaN."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.select(builder.fcmp_ordered(">", *arguments), *arguments)
+
+    return a(a, a), codegen
+
+
+@intrinsic
+def lanes_from(typingctx, a, least):
+    """Return an integer whose bit i says that lane i is >= least (a scalar)."""
+
+    def codegen(context, builder, signature, arguments):
+        wanted = builder.fcmp_ordered(">=", arguments[0], _splat(builder, arguments[1], a.lanes))
+        return builder.zext(builder.bitcast(wanted, ir.IntType(a.lanes)), _I64)
+
+    return types.uint64(a, a.dtype), codegen
+
+
+@intrinsic
+def lowest_bit(typingctx, mask):
+    """Return the place of the lowest bit that is set, of a mask that has one."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), codegen
+
+
+@intrinsic
+def dot_pairs(typingctx, a, b, c):
+    """Return c + the dot products of each lane's two 16-bit halves, all integers; a single instruction on x86."""
+
+    def codegen(context, builder, signature, arguments):
+        halves, wide = ir.VectorType(ir.IntType(16), 2 * a.lanes), ir.VectorType(_I32, 2 * a.lanes)
+        x, y = (builder.sext(builder.bitcast(v, halves), wide) for v in arguments[:2])
+        products = builder.mul(x, y)
+        choices = [ir.Constant(ir.VectorType(_I32, a.lanes), list(range(at, 2 * a.lanes, 2))) for at in (0, 1)]
+        low, high = (builder.shuffle_vector(products, products, choice) for choice in choices)
+        return builder.add(arguments[2], builder.add(low, high))
+
+    return a(a, a, a), codegen
+
+
+@intrinsic
+def to_floats(typingctx, a, zero):
+    """Return integers as the floats nearest to them."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.sitofp(arguments[0], context.get_value_type(zero))
+
+    return zero(a, zero), codegen
+
+
+@intrinsic
+def store_rounded(typingctx, array, row, column, value):
+    """Set array[row, column : column + lanes], int16, to the integers nearest to a vector that int16 holds."""
+
+    def codegen(context, builder, signature, arguments):
+        x = arguments[3]
+        nearest = builder.call(_function(builder, f"llvm.rint.{_suffix(value)}", x.type, [x.type]), [x])
+        words = ir.VectorType(ir.IntType(16), value.lanes)
+        pointer = _address(context, builder, array, *arguments[:3], words)
+        builder.store(builder.trunc(builder.fptosi(nearest, ir.VectorType(_I32, value.lanes)), words), pointer, align=2)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64, value), codegen
 
 
 @intrinsic
