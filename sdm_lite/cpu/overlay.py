@@ -31,7 +31,7 @@ from .vector import borrowed
 
 FREE, TOP = 0, 1  # places in `counters`
 LANE, SLOT, OLD, NEW = 0, 1, 2, 3  # columns of `changes`
-SUSPECT = -1  # what resolve returns for slots or decays that need a closer look
+SUSPECT, FULL = -1, -2  # what resolve returns for values that need a closer look, and where there is no room
 RISING, NO_SLOTS, PADDING, OTHER = 1, 0, -1, -2  # kinds of a token's slots
 SMALLEST = 16  # places of the smallest table
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
@@ -54,7 +54,7 @@ class Places(NamedTuple):
     read: np.ndarray  # int32 [n, R]
     changes: np.ndarray  # int32 [any, 4]
     change_start: np.ndarray  # int64 [L + 1]: lane l has changes change_start[l] : change_start[l + 1]
-    seen: np.ndarray  # int64 [B], zero before: tokens that are not padding
+    seen: np.ndarray  # int64 [B]: tokens that are not padding
 
 
 @kernel
@@ -66,6 +66,7 @@ def resolve(
     A place is a row's number, or -1 - slot for a row of the initial memory. A token whose slots are all -1 is
     `padded` and has no places. With `check`, returns SUSPECT and changes nothing unless every token of [B, T] is
     padded in all heads, or has ascending slots in range and log decays <= 0 in all of them; without, `padded` is given.
+    Returns FULL and changes nothing where the table or the pool's bookkeeping might not hold all first writes.
     """
     numbers, table = _borrowed(numbers), borrowed(table)
     write_slots, read_slots, log_decay = borrowed(write_slots), borrowed(read_slots), borrowed(log_decay)
@@ -73,6 +74,13 @@ def resolve(
     write_places, read_places, changes = borrowed(places.write), borrowed(places.read), borrowed(places.changes)
     if check and not _screen(heads, write_slots, read_slots, log_decay, num_slots, padded):
         return np.int64(SUSPECT)
+    most = min(tokens * write_slots.shape[1], num_slots)  # first writes of a lane
+    if numbers.counters[TOP] + table.shape[0] * most > numbers.refs.shape[0]:
+        return np.int64(FULL)
+    for lane in range(table.shape[0]):
+        if 2 * (filled[lane] + most) > table.shape[1]:
+            return np.int64(FULL)
+    places.seen[:] = 0
     count = np.int64(0)
     for lane in range(table.shape[0]):
         change_start[lane] = count

@@ -16,7 +16,7 @@ from ..rooms import DeltaOptions
 from . import call as calls
 from . import files
 from .initial import Initial
-from .pool import RowPool, new_pool
+from .pool import RowPool
 from .undo import ROW, Index, Mark, UndoLog
 
 
@@ -81,7 +81,7 @@ class MemoryState:
         options = DeltaOptions(rule, state_dtype=first.dtype)
         validate.check_options(op, options)
         index = _empty_index(op, batch * first.shape[0])
-        self._open(first, new_pool(first, max_bytes), options)
+        self._open(first, RowPool(first, max_bytes), options)
         self._index = index
         self._follow(np.zeros(batch, np.int64))
 
@@ -93,7 +93,7 @@ class MemoryState:
         self._initial, self._pool, self._options = initial, pool, options
         self._log = UndoLog()
         self._alone = Alone()
-        self._checked: tuple = ()  # metadata of the last call that passed the checks
+        self._plan: calls.Plan | None = None  # of the last call of one token
         self._handle: Any = None
         if initial.kind == "torch":
             from .. import torch_state
