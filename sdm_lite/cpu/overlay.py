@@ -27,13 +27,14 @@ from typing import NamedTuple
 import numpy as np
 
 from .compile import inlined, kernel
-from .vector import borrowed
+from .vector import borrowed, prefetch, zeros
 
 FREE, TOP = 0, 1  # places in `counters`
 LANE, SLOT, OLD, NEW = 0, 1, 2, 3  # columns of `changes`
 SUSPECT, FULL = -1, -2  # what resolve returns for values that need a closer look, and where there is no room
 RISING, NO_SLOTS, PADDING, OTHER = 1, 0, -1, -2  # kinds of a token's slots
 SMALLEST = 16  # places of the smallest table
+_LINE = 16  # int32 numbers of a cache line
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
 
 
@@ -72,6 +73,8 @@ def resolve(
     write_slots, read_slots, log_decay = borrowed(write_slots), borrowed(read_slots), borrowed(log_decay)
     padded, change_start = borrowed(places.padded), borrowed(places.change_start)
     write_places, read_places, changes = borrowed(places.write), borrowed(places.read), borrowed(places.changes)
+    flat, refs = borrowed(table.reshape(table.shape[0], -1)), borrowed(numbers.refs.reshape(1, -1))
+    line = zeros(np.float32, _LINE)
     if check and not _screen(heads, write_slots, read_slots, log_decay, num_slots, padded):
         return np.int64(SUSPECT)
     most = min(tokens * write_slots.shape[1], num_slots)  # first writes of a lane
@@ -90,20 +93,23 @@ def resolve(
                 continue
             if lane % heads == 0:
                 places.seen[lane // heads] += 1
+            _prefetch_places(flat, lane, write_slots, token, line)
+            _prefetch_places(flat, lane, read_slots, token, line)
             for w in range(write_slots.shape[1]):
-                slot = write_slots[token, w]
-                at = _find(table, lane, slot)
-                if table[lane, at, 0] < 0:
-                    table[lane, at, 0] = slot
-                    filled[lane] += 1
-                row = table[lane, at, 1]
-                if row < 0 or numbers.refs[row] > 1 or numbers.stamp[row] < epoch:
-                    taken = _give_out(numbers, clock)
+                row = table[lane, _find(table, lane, write_slots[token, w]), 1]
+                write_places[token, w] = row
+                prefetch(refs, 0, max(row, 0), line)
+            for w in range(write_slots.shape[1]):
+                row = write_places[token, w]
+                if row < 0 or refs[0, row] > 1 or (epoch > 0 and numbers.stamp[row] < epoch):
+                    slot, taken = write_slots[token, w], _give_out(numbers, clock)
                     changes[count, LANE], changes[count, SLOT] = lane, slot
                     changes[count, OLD], changes[count, NEW] = row, taken
                     count += 1
-                    table[lane, at, 1] = row = taken
-                write_places[token, w] = row
+                    at = _find(table, lane, slot)
+                    filled[lane] += table[lane, at, 0] < 0
+                    table[lane, at, 0], table[lane, at, 1] = slot, taken
+                    write_places[token, w] = taken
             for r in range(read_slots.shape[1]):
                 slot = read_slots[token, r]
                 row = table[lane, _find(table, lane, slot), 1]
@@ -147,10 +153,24 @@ def _kind(slots, num_slots):
 def _find(table, lane, slot):
     """Return the place of a slot in the lane's table, or the free place where it would go."""
     mask = np.uint64(table.shape[1] - 1)
-    at = ((np.uint64(slot) * np.uint64(_GOLDEN)) >> np.uint64(32)) & mask
+    at = _home(slot, mask)
     while table[lane, at, 0] != slot and table[lane, at, 0] >= 0:
         at = (at + np.uint64(1)) & mask
     return at
+
+
+@inlined
+def _prefetch_places(flat, lane, slots, token, line):
+    """Ask the cache for where the slots of a token should be: else every look-up would wait for memory by itself."""
+    mask = np.uint64(flat.shape[1] // 2 - 1)
+    for slot in slots[token]:
+        prefetch(flat, lane, 2 * np.int64(_home(slot, mask)), line)
+
+
+@inlined
+def _home(slot, mask):
+    """Return the place where the search for a slot begins."""
+    return ((np.uint64(slot) * np.uint64(_GOLDEN)) >> np.uint64(32)) & mask
 
 
 @inlined
