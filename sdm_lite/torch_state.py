@@ -46,14 +46,15 @@ def run(state: MemoryState, op: str, given: tuple[Tensor, ...], one_token: bool)
     if torch.compiler.is_compiling():
         readings = memory_state_advance(*call, state._handle, op)
         return readings[:, 0] if one_token else readings
-    plan = _plan(state, given)
+    inputs = _canonical(state.dtype, given)
+    plan = _plan(state, given, inputs)
     calls.keep(state, plan, Tensor, given, one_token)
-    return plan.give_back(calls.advance(state, op, plan, _canonical(state.dtype, given)))
+    return plan.give_back(calls.advance(state, op, plan, inputs))
 
 
-def _plan(state: MemoryState, call: Sequence[Tensor]) -> calls.Plan:
-    """Return the plan of a call whose metadata have been checked."""
-    return calls.plan_of(_canonical(state.dtype, call))._replace(
+def _plan(state: MemoryState, call: Sequence[Tensor], inputs: list[np.ndarray]) -> calls.Plan:
+    """Return the plan of a call whose metadata have been checked, from its canonical arrays too."""
+    return calls.plan_of(inputs)._replace(
         canonical=functools.partial(_again, state.dtype), give_back=functools.partial(_give_back, call[0].dtype)
     )
 
@@ -66,6 +67,7 @@ def _again(state_dtype: str, call: Sequence[Tensor]) -> list[np.ndarray] | None:
 
 
 def _canonical(state_dtype: str, call: Sequence[Tensor]) -> list[np.ndarray]:
+    """Return a call's tensors as arrays in the compute dtype and int32, C-contiguous, aligned and writable."""
     compute = convert.compute_dtype(convert.dtype_named(state_dtype))
     dtypes = (compute, torch.int32, compute, compute, compute, torch.int32, compute)
     if all([x.dtype is dtype and not x.requires_grad for x, dtype in zip(call, dtypes)]):
@@ -113,8 +115,9 @@ def memory_state_advance(*operands: Any) -> Tensor:
     """Advance the state with this handle and return the readings."""
     *call, handle, op = operands
     state = _states[int(handle[0])]
-    plan = _plan(state, call)
-    readings = plan.give_back(calls.advance(state, op, plan, _canonical(state.dtype, call)))
+    inputs = _canonical(state.dtype, call)
+    plan = _plan(state, call, inputs)
+    readings = plan.give_back(calls.advance(state, op, plan, inputs))
     handle[1] += 1
     return readings
 

@@ -51,7 +51,7 @@ class Plan(NamedTuple):
 def run(state: MemoryState, op: str, given: tuple, *, one_token: bool) -> Any:
     """Return the readings of `step` or `extend` in the caller's kind."""
     if not _traced():
-        plan = state._plan
+        plan: Plan | None = state._plan
         if plan is not None and plan.seen == _seen(plan.kind, given, one_token):
             inputs = plan.canonical(given)
             if inputs is not None:
@@ -67,15 +67,16 @@ def run(state: MemoryState, op: str, given: tuple, *, one_token: bool) -> Any:
     views = [arrays.to_numpy(op, name, x) for name, x in zip(NAMES, given)]
     check(state, op, lifted(op, views) if one_token else views)
     canonical = functools.partial(_canonical, state._initial.compute)
-    like = None if kind == "numpy" else given[0]
+    inputs, dtype = canonical(views), views[0].dtype
+    like = None if kind == "numpy" else given[0]  # a plan that is kept holds none of the caller's arrays
 
-    def give_back(readings: np.ndarray, dtype: np.dtype = views[0].dtype) -> Any:
+    def give_back(readings: np.ndarray) -> Any:
         return arrays.like(like, kind, arrays.from_float(readings, dtype))
 
-    plan = plan_of(canonical(views))._replace(canonical=canonical, give_back=give_back)
+    plan = plan_of(inputs)._replace(canonical=canonical, give_back=give_back)
     if kind == "numpy":
         keep(state, plan, np.ndarray, given, one_token)
-    return give_back(advance(state, op, plan, canonical(views)))
+    return give_back(advance(state, op, plan, inputs))
 
 
 def keep(state: MemoryState, plan: Plan, kind: type, given: Sequence, one_token: bool) -> None:
@@ -123,11 +124,12 @@ def _check_batch(state: MemoryState, op: str, shape: Sequence[int]) -> None:
 
 def _canonical(compute: np.dtype, call: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return a call's arrays in the compute dtype and int32, C-contiguous, aligned and writable."""
+
+    def converted(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        return arrays.to_slots(x) if dtype is _SLOTS else arrays.to_float(x, dtype)
+
     dtypes = (compute, _SLOTS, compute, compute, compute, _SLOTS, compute)
-    return [
-        x if x.dtype == dtype and x.flags.carray else arrays.to_slots(x) if dtype is _SLOTS else arrays.to_float(x, dtype)
-        for x, dtype in zip(call, dtypes)
-    ]
+    return [x if x.dtype == dtype and x.flags.carray else converted(x, dtype) for x, dtype in zip(call, dtypes)]
 
 
 def plan_of(inputs: Sequence[np.ndarray]) -> Plan:

@@ -13,6 +13,7 @@ from ..errors import StateFull, message
 from .initial import Initial
 
 PAGE_BYTES = 1 << 18  # a page has a power of two rows, and about this many bytes
+MOST_PAGES = 128  # made at once
 _FEWEST_ROWS = 16
 
 
@@ -65,11 +66,14 @@ class RowPool:
             fix = "evict or reset sequences, release marks, or raise max_bytes"
             raise StateFull(message(op, "state", expected, got, fix))
         while len(self.pages) << self.page_bits < self.numbers.counters[overlay.TOP]:
-            page = memory.empty((1 << self.page_bits, self.width), self.storage)
-            if len(self.pages) == len(self._page_at):  # a larger copy: a kernel may be reading the old one
+            # as many as there are, side by side: the system backs a large block with huge pages, as it is touched
+            count = min(max(len(self.pages), 1), MOST_PAGES)
+            block = memory.empty((count, 1 << self.page_bits, self.width), self.storage)
+            while len(self.pages) + count > len(self._page_at):  # a larger copy: a kernel may be reading the old one
                 self._page_at = np.concatenate([self._page_at, np.empty_like(self._page_at)])
-            self._page_at[len(self.pages)] = self._elements_to(page)
-            self.pages.append(page)
+            for page in block:
+                self._page_at[len(self.pages)] = self._elements_to(page)
+                self.pages.append(page)
 
     def paged(self) -> Paged:
         """Return where the kernels find the rows of the pool and of the initial memory."""
