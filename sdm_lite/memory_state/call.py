@@ -40,7 +40,7 @@ class Plan(NamedTuple):
 
     shape: tuple[int, ...]  # of values and readings, [B, H, D] or [B, T, H, D]
     sizes: tuple[int, int, int]  # B, T, H
-    flat: list[tuple[int, ...]]  # shapes of the arrays with all tokens in one axis
+    flat: Sequence[tuple[int, ...]]  # shapes of the arrays with all tokens in one axis
     places: overlay.Places  # room that the calls use again
     kind: type = type(None)  # of all seven arrays
     seen: tuple = ()  # their metadata, as `_seen` gives them
@@ -91,9 +91,10 @@ def _traced() -> bool:
     return torch is not None and torch.compiler.is_compiling()
 
 
-def _seen(kind: type, given: Sequence, one_token: bool) -> tuple:
+def _seen(kind: type, given: Sequence[Any], one_token: bool) -> tuple:
     """Return what the checks of metadata look at, of arrays of one type; shorter where there are others."""
-    return one_token, [(x.shape, x.dtype) for x in given if type(x) is kind]
+    arrays_of_kind: list[Any] = [x for x in given if type(x) is kind]
+    return one_token, [(x.shape, x.dtype) for x in arrays_of_kind]
 
 
 def lifted(op: str, call: list) -> list:

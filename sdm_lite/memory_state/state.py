@@ -223,7 +223,7 @@ class MemoryState:
     def nbytes(self) -> StateBytes:
         """Return the bytes of the initial memory and of the rows owned by the state, its undo log and its forks.
 
-        Pages round that up to the next 256 KB, and the index adds 16 to 32 bytes a row.
+        The process holds pages of 256 KB for them, made several at once, and the index adds 16 to 32 bytes a row.
         """
         with self._alone("MemoryState.nbytes"), self._pool.lock:
             self._pool.settle()
