@@ -1,20 +1,24 @@
-"""What a `MemoryState` owns, and how far its numbers drift: tables of docs/state.md, no timing.
+"""What a `MemoryState` owns, how far its numbers drift, and what its verbs cost: tables of docs/state.md.
 
 python -m benchmarks.state_costs bytes      bytes owned after 100, 1,000, 10,000 tokens (a minute or two)
 python -m benchmarks.state_costs drift      float32, bf16, fp16 against float64 over 10,000 tokens
+python -m benchmarks.state_costs times      steps, prefill, fork and rollback at the 1.4B layer (a minute; g++, 5 GB)
 """
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
 import sdm_lite
 
-from .shapes import distinct_slots
+from .peers import row_limit
+from .shapes import Inputs, distinct_slots
 
 PIECE = 100  # tokens of one call
 
@@ -37,10 +41,10 @@ SLOTS = {"skewed": skewed_slots, "uniform": distinct_slots}
 
 
 def pieces(
-    slots: str, tokens: int, heads: int, num_slots: int, width: int, count: int, alpha: float = 0.95
+    slots: str, tokens: int, heads: int, num_slots: int, width: int, count: int, alpha: float = 0.95, seed: int = 0
 ) -> Iterator[tuple[np.ndarray, ...]]:
     """Yield the seven arrays of calls of PIECE tokens of one sequence, float64; decays about `alpha`."""
-    rng, draw = np.random.default_rng(0), SLOTS[slots]
+    rng, draw = np.random.default_rng(seed), SLOTS[slots]
     logit = np.log(alpha / (1 - alpha))
     for _ in range(tokens // PIECE):
         shape = (1, PIECE, heads)
@@ -89,10 +93,108 @@ def drift(
     return found
 
 
+def seconds(call: Callable[[], object], rounds: int, before: Callable[[], object] = lambda: None) -> float:
+    """Return the median time of a call."""
+    found = []
+    for _ in range(rounds):
+        before()
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return float(np.median(found))
+
+
+def each(calls: list[Callable[[], object]]) -> float:
+    """Return the median time of calls that run one after the other."""
+    marks = [time.perf_counter()]
+    for call in calls:
+        call()
+        marks.append(time.perf_counter())
+    return float(np.median(np.diff(marks)))
+
+
+def single(slots: str, tokens: int, num_slots: int, width: int, seed: int = 0) -> list[tuple[np.ndarray, ...]]:
+    """Return calls of PIECE tokens of one sequence with two heads and 64 slots a token, float32."""
+    calls = pieces(slots, tokens, 2, num_slots, width, 64, seed=seed)
+    return [tuple(x if x.dtype == np.int32 else x.astype(np.float32) for x in call) for call in calls]
+
+
+def prefill(batch: int, num_slots: int = 57600, width: int = 960) -> tuple[float, float]:
+    """Return the time of a prompt of PIECE tokens, and its ratio to the op's without gradients, in turn with it."""
+    call = [np.repeat(x, batch, axis=0) for x in single("uniform", PIECE, num_slots, width)[0]]
+    initial = np.random.default_rng(0).standard_normal((2, num_slots, width), dtype=np.float32)
+    op, extend = [], []
+    for _ in range(9):
+        op.append(seconds(lambda: sdm_lite.sparse_delta_rule(*call, initial), 1))
+        extend.append(seconds(lambda: sdm_lite.MemoryState(initial, batch).extend(*call), 1))
+    return float(np.median(extend)), float(np.median(np.divide(extend, op)))
+
+
+def decode(batch: int, rounds: int = 30, tokens: int = 64) -> tuple[float, float, float]:
+    """Return the time of a step, of the row limit, and its share, in turn: `tokens` steps each, median over rounds.
+
+    The steps' rows are owned already, as in a sequence that has run for a while. The limit has two threads, and dense
+    memories.
+    """
+    initial = np.random.default_rng(0).standard_normal((2, 57600, 960), dtype=np.float32)
+    drawn = [single("uniform", PIECE, 57600, 960, seed)[0] for seed in range(batch)]
+    call = [np.concatenate([one[i][:, :tokens] for one in drawn]) for i in range(7)]
+    state = sdm_lite.MemoryState(initial, batch)
+    state.extend(*call)
+    table = np.repeat(initial[None], batch, axis=0)
+    steps, limits = [], []
+    for t in range(tokens):
+        one = Inputs(*(np.ascontiguousarray(x[:, t : t + 1]) for x in call), initial, call[0][:0])
+        steps.append(functools.partial(state.step, *(x[:, 0] for x in list(vars(one).values())[:7])))
+        limits.append(row_limit.row_mover(one, table, 2))
+    took = np.array([(each(steps), each(limits)) for _ in range(rounds)])[1:]  # the first round warms up
+    step, limit = np.median(took, axis=0)
+    return step, limit, float(np.median(took[:, 1] / took[:, 0]))
+
+
+def after_history(num_slots: int, slots_used: int = 7200, width: int = 16) -> sdm_lite.MemoryState:
+    """Return a state after 2,000 tokens of the same slots, whatever N is."""
+    state = sdm_lite.MemoryState((2, num_slots, width), 1)
+    for piece in single("skewed", 2_000, slots_used, width):
+        state.extend(*piece)
+    return state
+
+
+def rollback(state: sdm_lite.MemoryState, count: int, slots_used: int = 7200, width: int = 16) -> float:
+    """Return the time to take back so many tokens."""
+    call = single("skewed", PIECE, slots_used, width)[0]
+    mark = state.mark()
+
+    def advance() -> None:
+        for t in range(count):
+            state.step(*(x[:, t] for x in call))
+
+    took = seconds(lambda: state.rollback(mark), 50, advance)
+    state.release(mark)
+    return took
+
+
+def times() -> None:
+    """Print the times of prefill and of steps, of forks for two N, and of rollbacks for several k."""
+    for batch in (1, 8):
+        took, ratio = prefill(batch)
+        print(f"prefill of {PIECE} tokens, B = {batch}: {1e3 * took:.1f} ms, {ratio:.2f} times the op's")
+        step, limit, share = decode(batch)
+        print(f"step, B = {batch}: {1e6 * step:.0f} us, row limit {1e6 * limit:.0f} us, share {share:.2f}")
+    for num_slots in (7200, 57600):
+        state = after_history(num_slots)
+        took, rows = seconds(lambda state=state: state.fork([0]), 200), state.nbytes().owned // 64
+        print(f"fork after 2,000 tokens, N = {num_slots}: {1e6 * took:.0f} us, {rows} rows owned")
+    for count in (1, 4, 16, 64):
+        print(f"rollback of {count} tokens: {1e6 * rollback(state, count):.0f} us")
+
+
 def main(table: str) -> None:
     """Print one table as Markdown."""
     marks = (100, 1_000, 10_000)
-    if table == "bytes":
+    if table == "times":
+        times()
+    elif table == "bytes":
         dense = 2 * 57600 * 960 * 4
         print("| writes | 100 tokens | 1,000 tokens | 10,000 tokens |\n|---|---|---|---|")
         for slots in SLOTS:

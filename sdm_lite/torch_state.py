@@ -9,8 +9,10 @@ number is data, so that one compiled graph serves every state.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,13 +42,44 @@ def run(state: MemoryState, op: str, given: tuple[Tensor, ...], one_token: bool)
         expected, got = "tensors without gradients: a state has none", "one that requires a gradient"
         raise ValueRangeError(message(op, name, expected, got, "use sparse_delta_rule, or torch.no_grad()"))
     call = calls.lifted(op, list(given)) if one_token else list(given)
+    calls.check(state, op, call)
     if torch.compiler.is_compiling():
-        calls.check(state, op, call)
         readings = memory_state_advance(*call, state._handle, op)
-    else:
-        calls.check_once(state, op, call)
-        readings = _advance(state, op, call)
-    return readings[:, 0] if one_token else readings
+        return readings[:, 0] if one_token else readings
+    inputs = _canonical(state.dtype, given)
+    plan = _plan(state, given, inputs)
+    calls.keep(state, plan, Tensor, given, one_token)
+    return plan.give_back(calls.advance(state, op, plan, inputs))
+
+
+def _plan(state: MemoryState, call: Sequence[Tensor], inputs: list[np.ndarray]) -> calls.Plan:
+    """Return the plan of a call whose metadata have been checked, from its canonical arrays too."""
+    return calls.plan_of(inputs)._replace(
+        canonical=functools.partial(_again, state.dtype), give_back=functools.partial(_give_back, call[0].dtype)
+    )
+
+
+def _again(state_dtype: str, call: Sequence[Tensor]) -> list[np.ndarray] | None:
+    """Return the arrays of a call whose shapes and dtypes have passed the checks, or None where those see more."""
+    if not all([x.is_cpu and x.layout is torch.strided and not x.requires_grad for x in call]):
+        return None
+    return _canonical(state_dtype, call)
+
+
+def _canonical(state_dtype: str, call: Sequence[Tensor]) -> list[np.ndarray]:
+    """Return a call's tensors as arrays in the compute dtype and int32, C-contiguous, aligned and writable."""
+    compute = convert.compute_dtype(convert.dtype_named(state_dtype))
+    dtypes = (compute, torch.int32, compute, compute, compute, torch.int32, compute)
+    if all([x.dtype is dtype and not x.requires_grad for x, dtype in zip(call, dtypes)]):
+        views = [x.numpy() for x in call]
+        if all([x.flags.carray for x in views]):
+            return views
+    return list(convert.to_inputs(call, None, compute)[:7])
+
+
+def _give_back(dtype: torch.dtype, readings: np.ndarray) -> Tensor:
+    tensor = torch.from_numpy(readings)
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def open_handle(state: MemoryState) -> Tensor:
@@ -71,12 +104,6 @@ def from_storage(bits: np.ndarray, dtype: str) -> Tensor:
     return convert.from_bits(bits.view(np.uint16) if bits.itemsize == 2 else bits, convert.dtype_named(dtype))
 
 
-def _advance(state: MemoryState, op: str, call: list[Tensor]) -> Tensor:
-    compute = torch.float64 if state.dtype == "float64" else torch.float32
-    readings = torch.from_numpy(calls.advance(state, op, convert.to_inputs(call, None, compute)))
-    return readings if readings.dtype == call[0].dtype else readings.to(call[0].dtype)
-
-
 @custom_op(
     "sdm_lite::memory_state_advance",
     mutates_args={"handle"},
@@ -87,7 +114,10 @@ def _advance(state: MemoryState, op: str, call: list[Tensor]) -> Tensor:
 def memory_state_advance(*operands: Any) -> Tensor:
     """Advance the state with this handle and return the readings."""
     *call, handle, op = operands
-    readings = _advance(_states[int(handle[0])], op, call)
+    state = _states[int(handle[0])]
+    inputs = _canonical(state.dtype, call)
+    plan = _plan(state, call, inputs)
+    readings = plan.give_back(calls.advance(state, op, plan, inputs))
     handle[1] += 1
     return readings
 

@@ -376,6 +376,31 @@ def test_inputs_of_any_layout_and_integer(rng):
     )
 
 
+def test_a_repeated_step_is_checked_where_its_arrays_differ(rng):
+    initial = rng.standard_normal((2, 64, 16)).astype(np.float32)
+    state, plain = MemoryState(initial, 2), MemoryState(initial, 2)
+    calls = [token(rng, (2, 2)) for _ in range(5)]
+    state.step(*calls[0]), plain.step(*calls[0])
+    strided = [np.repeat(a, 2, axis=-1)[..., ::2] for a in calls[1]]
+    assert np.array_equal(state.step(*strided), plain.step(*calls[1]))
+    for a in calls[2]:
+        a.setflags(write=False)
+    assert np.array_equal(state.step(*calls[2]), plain.step(*[a.copy() for a in calls[2]]))
+    kept = state.step(*calls[3])
+    want = kept.copy()
+    state.step(*calls[4])
+    assert np.array_equal(kept, want)  # readings are the caller's
+    swapped = [a.view(a.dtype.newbyteorder()) for a in calls[4]]
+    with pytest.raises(TypeError, match="native byte order"):
+        state.step(*swapped)
+    with pytest.raises(ValueError, match="values: expected shape"):
+        state.extend(*calls[4])  # a step's arrays, in shapes that a step has passed with
+    state.evict([0])
+    with pytest.raises(sdm_lite.ShapeError, match="a batch of 1"):
+        state.step(*calls[4])
+    assert state.tokens.tolist() == [5]
+
+
 # ---- torch ------------------------------------------------------------------------------------------------------
 
 
@@ -406,6 +431,29 @@ def test_torch_in_torch_out_without_gradients(rng):
         made_inside.step(*tensors(call))
         state.step(*tensors(call))
     made_inside.step(*tensors(call))
+
+
+def test_a_repeated_step_of_tensors_is_checked_where_they_differ(rng):
+    torch = pytest.importorskip("torch")
+    state, plain = MemoryState((2, 64, 16), 1, dtype=torch.float32), MemoryState((2, 64, 16), 1)
+    calls = [token(rng) for _ in range(3)]
+    for call in calls[:2]:
+        assert torch.equal(state.step(*tensors(call)), torch.from_numpy(plain.step(*call)))
+    wants = tensors(calls[2])
+    wants[2].requires_grad_()
+    with pytest.raises(ValueError, match="write_weights: expected tensors without gradients"):
+        state.step(*wants)
+    away = tensors(calls[2])
+    away[4] = away[4].to("meta")
+    with pytest.raises(sdm_lite.DeviceError, match="beta"):
+        state.step(*away)
+    with pytest.raises(sdm_lite.DtypeError, match="all of one kind"):
+        state.step(*tensors(calls[2])[:6], calls[2][6])
+    with torch.no_grad():
+        assert torch.equal(state.step(*wants), torch.from_numpy(plain.step(*calls[2])))
+    halves = [a if a.dtype == torch.int32 else a.bfloat16() for a in tensors(calls[2])]
+    readings = [state.fork([0]).step(*halves), state.step(*halves)]
+    assert readings[0].dtype == torch.bfloat16 and torch.equal(*readings)
 
 
 def test_torch_compile_serves_every_state_with_one_graph(rng):

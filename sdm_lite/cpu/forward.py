@@ -165,6 +165,7 @@ def _block(c, zero, n, row0, token, table, fill, x, saved, alpha, scaled, readin
     delta = value
     if per_slot is None:
         error = sub(value, weighted_rows(table, row0, x.write_slots, token, scaled, c, zero, n))
+        prefetch_rows(table, row0, x.read_slots, token, c, zero)
         if saved.error.shape[0]:
             store(saved.error, token, c, error, n)
         delta = mul(splat(x.beta[token], zero), error)
@@ -183,6 +184,14 @@ def _block(c, zero, n, row0, token, table, fill, x, saved, alpha, scaled, readin
         store(table, row, c, new, n)
     reading = weighted_rows(table, row0, x.read_slots, token, x.read_weights[token], c, zero, n)
     store(readings, token, c, reading, n)
+    prefetch_rows(table, row0, x.write_slots, token, c + BLOCK, zero)
+
+
+@inlined
+def prefetch_rows(table, row0, slots, token, c, zero):
+    """Prefetch the first rows of a sum that comes later."""
+    for w in range(min(AHEAD, slots.shape[1])):
+        prefetch(table, row0 + slots[token, w], c, zero)
 
 
 @inlined

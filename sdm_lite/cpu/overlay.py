@@ -27,13 +27,14 @@ from typing import NamedTuple
 import numpy as np
 
 from .compile import inlined, kernel
-from .vector import borrowed
+from .vector import borrowed, prefetch, zeros
 
 FREE, TOP = 0, 1  # places in `counters`
 LANE, SLOT, OLD, NEW = 0, 1, 2, 3  # columns of `changes`
-SUSPECT = -1  # what resolve returns for slots or decays that need a closer look
+SUSPECT, FULL = -1, -2  # what resolve returns for values that need a closer look, and where there is no room
 RISING, NO_SLOTS, PADDING, OTHER = 1, 0, -1, -2  # kinds of a token's slots
 SMALLEST = 16  # places of the smallest table
+_LINE = 16  # int32 numbers of a cache line
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
 
 
@@ -54,7 +55,7 @@ class Places(NamedTuple):
     read: np.ndarray  # int32 [n, R]
     changes: np.ndarray  # int32 [any, 4]
     change_start: np.ndarray  # int64 [L + 1]: lane l has changes change_start[l] : change_start[l + 1]
-    seen: np.ndarray  # int64 [B], zero before: tokens that are not padding
+    seen: np.ndarray  # int64 [B]: tokens that are not padding
 
 
 @kernel
@@ -66,13 +67,23 @@ def resolve(
     A place is a row's number, or -1 - slot for a row of the initial memory. A token whose slots are all -1 is
     `padded` and has no places. With `check`, returns SUSPECT and changes nothing unless every token of [B, T] is
     padded in all heads, or has ascending slots in range and log decays <= 0 in all of them; without, `padded` is given.
+    Returns FULL and changes nothing where the table or the pool's bookkeeping might not hold all first writes.
     """
     numbers, table = _borrowed(numbers), borrowed(table)
     write_slots, read_slots, log_decay = borrowed(write_slots), borrowed(read_slots), borrowed(log_decay)
     padded, change_start = borrowed(places.padded), borrowed(places.change_start)
     write_places, read_places, changes = borrowed(places.write), borrowed(places.read), borrowed(places.changes)
+    flat, refs = borrowed(table.reshape(table.shape[0], -1)), borrowed(numbers.refs.reshape(1, -1))
+    line = zeros(np.float32, _LINE)
     if check and not _screen(heads, write_slots, read_slots, log_decay, num_slots, padded):
         return np.int64(SUSPECT)
+    most = min(tokens * write_slots.shape[1], num_slots)  # first writes of a lane
+    if numbers.counters[TOP] + table.shape[0] * most > numbers.refs.shape[0]:
+        return np.int64(FULL)
+    for lane in range(table.shape[0]):
+        if 2 * (filled[lane] + most) > table.shape[1]:
+            return np.int64(FULL)
+    places.seen[:] = 0
     count = np.int64(0)
     for lane in range(table.shape[0]):
         change_start[lane] = count
@@ -82,20 +93,23 @@ def resolve(
                 continue
             if lane % heads == 0:
                 places.seen[lane // heads] += 1
+            _prefetch_places(flat, lane, write_slots, token, line)
+            _prefetch_places(flat, lane, read_slots, token, line)
             for w in range(write_slots.shape[1]):
-                slot = write_slots[token, w]
-                at = _find(table, lane, slot)
-                if table[lane, at, 0] < 0:
-                    table[lane, at, 0] = slot
-                    filled[lane] += 1
-                row = table[lane, at, 1]
-                if row < 0 or numbers.refs[row] > 1 or numbers.stamp[row] < epoch:
-                    taken = _give_out(numbers, clock)
+                row = table[lane, _find(table, lane, write_slots[token, w]), 1]
+                write_places[token, w] = row
+                prefetch(refs, 0, max(row, 0), line)
+            for w in range(write_slots.shape[1]):
+                row = write_places[token, w]
+                if row < 0 or refs[0, row] > 1 or (epoch > 0 and numbers.stamp[row] < epoch):
+                    slot, taken = write_slots[token, w], _give_out(numbers, clock)
                     changes[count, LANE], changes[count, SLOT] = lane, slot
                     changes[count, OLD], changes[count, NEW] = row, taken
                     count += 1
-                    table[lane, at, 1] = row = taken
-                write_places[token, w] = row
+                    at = _find(table, lane, slot)
+                    filled[lane] += table[lane, at, 0] < 0
+                    table[lane, at, 0], table[lane, at, 1] = slot, taken
+                    write_places[token, w] = taken
             for r in range(read_slots.shape[1]):
                 slot = read_slots[token, r]
                 row = table[lane, _find(table, lane, slot), 1]
@@ -139,10 +153,24 @@ def _kind(slots, num_slots):
 def _find(table, lane, slot):
     """Return the place of a slot in the lane's table, or the free place where it would go."""
     mask = np.uint64(table.shape[1] - 1)
-    at = ((np.uint64(slot) * np.uint64(_GOLDEN)) >> np.uint64(32)) & mask
+    at = _home(slot, mask)
     while table[lane, at, 0] != slot and table[lane, at, 0] >= 0:
         at = (at + np.uint64(1)) & mask
     return at
+
+
+@inlined
+def _prefetch_places(flat, lane, slots, token, line):
+    """Ask the cache for where the slots of a token should be: else every look-up would wait for memory by itself."""
+    mask = np.uint64(flat.shape[1] // 2 - 1)
+    for slot in slots[token]:
+        prefetch(flat, lane, 2 * np.int64(_home(slot, mask)), line)
+
+
+@inlined
+def _home(slot, mask):
+    """Return the place where the search for a slot begins."""
+    return ((np.uint64(slot) * np.uint64(_GOLDEN)) >> np.uint64(32)) & mask
 
 
 @inlined

@@ -6,6 +6,7 @@ and backward; the in-place form works on the caller's own table where its layout
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -26,7 +27,7 @@ def sparse_delta_forward(
     compact = plan.compact(inputs.write_slots, inputs.read_slots, lanes, state.shape[-2])
     table, source = tables.open_table(state, compact, lanes, options.state_dtype)
     inputs = inputs._replace(write_slots=compact.write_places, read_slots=compact.read_places)
-    saved, codes = _plan(inputs, lanes, compact.row_start, options) if save else (_nothing(inputs), None)
+    saved, codes = _plan(inputs, lanes, compact.row_start, options) if save else (_nothing_of(inputs), None)
     readings = _run_forward(inputs, options, lanes, compact.row_start, table, saved, codes, source)
     final_state = None
     if final:
@@ -48,34 +49,37 @@ def sparse_delta_update(inputs: DeltaInputs, state: np.ndarray, options: DeltaOp
         slots, width = state.shape[2:]
         table = state.reshape(-1, width)
         row_start = np.arange(len(lanes.first) + 1, dtype=np.int64) * slots
-        return _run_forward(inputs, options, lanes, row_start, table, _nothing(inputs))
+        return _run_forward(inputs, options, lanes, row_start, table, _nothing_of(inputs))
     compact = plan.compact(inputs.write_slots, inputs.read_slots, lanes, state.shape[-2])
     table = tables.gather(state, compact, lanes, options.state_dtype)
     inputs = inputs._replace(write_slots=compact.write_places, read_slots=compact.read_places)
-    readings = _run_forward(inputs, options, lanes, compact.row_start, table, _nothing(inputs))
+    readings = _run_forward(inputs, options, lanes, compact.row_start, table, _nothing_of(inputs))
     tables.scatter(state, table, compact, lanes, options.state_dtype)
     return readings
 
 
 def sparse_delta_paged(
-    inputs: DeltaInputs, places: overlay.Places, memory_pages: paged.Paged, num_slots: int, options: DeltaOptions
+    x: Tokens,
+    sizes: tuple[int, int, int],
+    places: overlay.Places,
+    memory_pages: paged.Paged,
+    num_slots: int,
+    options: DeltaOptions,
 ) -> np.ndarray:
-    """Return readings; the rows that :func:`overlay.resolve` gave these tokens end as after the last one.
+    """Return readings [n, D]; the rows that :func:`overlay.resolve` gave these tokens end as after the last one.
 
-    The arrays of `inputs` must be such that Numba types them like all others (arrays.plain).
+    The n = B T H tokens of `sizes` lie flat, in arrays that Numba types like all others (arrays.plain).
     """
-    batch, tokens, heads, width = inputs.values.shape
-    readings = memory.empty(inputs.values.shape, inputs.values.dtype)
-    tile_columns, work = _tiles(inputs, batch * heads, snapshot.NATIVE)
-    count = batch * tokens * heads
-    flat = [a.reshape(count, a.shape[-1]) for a in (*inputs[:4], *inputs[5:7])]
-    x = Tokens(*flat[:4], inputs.beta.reshape(-1), *flat[4:])
-    flat_readings, nothing = readings.reshape(count, width), _nothing(inputs)
+    batch, tokens, heads = sizes
+    width = x.values.shape[1]
+    readings = memory.empty(x.values.shape, x.values.dtype)
+    tile_columns, work = _tiles(x, batch * heads, snapshot.NATIVE)
+    nothing = _nothing(width, x.write_slots.shape[1], x.values.dtype)
     per_slot, rounding = _PER_SLOT[options.rule], _ROUNDING.get(options.state_dtype)
 
     def job(lo: int, hi: int) -> None:
         paged.sparse_delta_paged(
-            lo, hi, tile_columns, heads, tokens, num_slots, memory_pages, x, places, nothing, flat_readings, per_slot,
+            lo, hi, tile_columns, heads, tokens, num_slots, memory_pages, x, places, nothing, readings, per_slot,
             rounding,
         )  # fmt: skip
 
@@ -180,8 +184,12 @@ def _storage(options: DeltaOptions) -> int:
     return snapshot.STORAGE[options.snapshot_dtype]
 
 
-def _nothing(inputs: DeltaInputs) -> Saved:
-    dtype, width, writes = inputs.values.dtype, inputs.values.shape[-1], inputs.write_slots.shape[-1]
+def _nothing_of(inputs: DeltaInputs) -> Saved:
+    return _nothing(inputs.values.shape[-1], inputs.write_slots.shape[-1], inputs.values.dtype)
+
+
+@functools.lru_cache(maxsize=64)  # nobody can write where there are no rows
+def _nothing(width: int, writes: int, dtype: np.dtype) -> Saved:
     return Saved(np.empty((0, width), dtype), np.empty((0, width), dtype), np.empty((0, writes), np.int32))
 
 
@@ -192,7 +200,7 @@ def _plan(
 
     An inverted 16-bit row would be off by that dtype's rounding, so "hybrid" logs every row of a 16-bit state.
     """
-    nothing, storage, width = _nothing(inputs), _storage(options), inputs.values.shape[-1]
+    nothing, storage, width = _nothing_of(inputs), _storage(options), inputs.values.shape[-1]
     exact = options.state_dtype in ("float32", "float64")
     log_all = options.restore == "snapshot" or (options.restore == "hybrid" and not exact)
     tau = plan.LOG_ALL if log_all else math.inf if options.restore == "invert" else options.restore_tau
@@ -207,7 +215,7 @@ def _plan(
     return saved, memory.empty((rows, snapshot.row_bytes(width, storage)), np.uint8)
 
 
-def _tiles(inputs: DeltaInputs, count: int, storage: int) -> tuple[int, int]:
+def _tiles(inputs: DeltaInputs | Tokens, count: int, storage: int) -> tuple[int, int]:
     """Return (columns of a tile, numbers moved): whole rows stream best, columns are cut only to feed the threads."""
     width = inputs.values.shape[-1]
     work = (2 * inputs.write_slots.size + inputs.read_slots.size) * width

@@ -1,16 +1,21 @@
 """One call of a state, from the caller's arrays to readings: check, find rows, run the kernel, settle.
 
-Nothing is changed before everything has been checked and the pages for the new rows are there.
+Nothing is changed before everything has been checked and the pages for the new rows are there. What shapes and dtypes
+settle is settled once, in a `Plan`: decoding repeats itself, and a token's kernel takes less time than its checks.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .. import arrays, ops, validate
 from ..cpu import overlay
+from ..cpu.forward import Tokens
 from ..cpu.sparse_delta import sparse_delta_paged
 from ..errors import DtypeError, ShapeError, SlotError, message
 from ..rooms import DeltaInputs
@@ -18,6 +23,9 @@ from .undo import Index
 
 if TYPE_CHECKING:
     from .state import MemoryState
+
+NAMES = DeltaInputs._fields[:7]
+_SLOTS = np.dtype(np.int32)
 
 
 class _Shape(NamedTuple):
@@ -27,9 +35,28 @@ class _Shape(NamedTuple):
     dtype: Any
 
 
+class Plan(NamedTuple):
+    """What the metadata of a call settle: they have passed the checks, and need none when they come again."""
+
+    shape: tuple[int, ...]  # of values and readings, [B, H, D] or [B, T, H, D]
+    sizes: tuple[int, int, int]  # B, T, H
+    flat: Sequence[tuple[int, ...]]  # shapes of the arrays with all tokens in one axis
+    places: overlay.Places  # room that the calls use again
+    kind: type = type(None)  # of all seven arrays
+    seen: tuple = ()  # their metadata, as `_seen` gives them
+    canonical: Callable[[Sequence], Sequence[np.ndarray] | None] = list  # arrays for the kernels; None: check again
+    give_back: Callable[[np.ndarray], Any] = np.asarray  # readings in the caller's kind and dtype
+
+
 def run(state: MemoryState, op: str, given: tuple, *, one_token: bool) -> Any:
     """Return the readings of `step` or `extend` in the caller's kind."""
-    kind = arrays.common_kind(op, dict(zip(DeltaInputs._fields, given)))
+    if not _traced():
+        plan: Plan | None = state._plan
+        if plan is not None and plan.seen == _seen(plan.kind, given, one_token):
+            inputs = plan.canonical(given)
+            if inputs is not None:
+                return plan.give_back(advance(state, op, plan, inputs))
+    kind = arrays.common_kind(op, dict(zip(NAMES, given)))
     ops.host_backend(op, kind, None)  # refuses a device that no room serves
     if kind == "tape":
         raise DtypeError(message(op, "arrays", "NumPy arrays or tensors", "a tape Tensor", "pass .data"))
@@ -37,26 +64,42 @@ def run(state: MemoryState, op: str, given: tuple, *, one_token: bool) -> Any:
         from .. import torch_state
 
         return torch_state.run(state, op, given, one_token)
-    views = [arrays.to_numpy(op, name, x) for name, x in zip(DeltaInputs._fields, given)]
-    call = lifted(op, views) if one_token else views
-    check_once(state, op, call)
-    compute = state._initial.compute
-    inputs = DeltaInputs(
-        arrays.to_float(call[0], compute),
-        arrays.to_slots(call[1]),
-        arrays.to_float(call[2], compute),
-        arrays.to_float(call[3], compute),
-        arrays.to_float(call[4], compute),
-        arrays.to_slots(call[5]),
-        arrays.to_float(call[6], compute),
-    )
-    readings = arrays.from_float(advance(state, op, inputs), call[0].dtype)
-    return arrays.like(given[0], kind, readings[:, 0] if one_token else readings)
+    views = [arrays.to_numpy(op, name, x) for name, x in zip(NAMES, given)]
+    check(state, op, lifted(op, views) if one_token else views)
+    canonical = functools.partial(_canonical, state._initial.compute)
+    inputs, dtype = canonical(views), views[0].dtype
+    like = None if kind == "numpy" else given[0]  # a plan that is kept holds none of the caller's arrays
+
+    def give_back(readings: np.ndarray) -> Any:
+        return arrays.like(like, kind, arrays.from_float(readings, dtype))
+
+    plan = plan_of(inputs)._replace(canonical=canonical, give_back=give_back)
+    if kind == "numpy":
+        keep(state, plan, np.ndarray, given, one_token)
+    return give_back(advance(state, op, plan, inputs))
+
+
+def keep(state: MemoryState, plan: Plan, kind: type, given: Sequence, one_token: bool) -> None:
+    """Keep the plan of a call that has passed the checks, where it is one token: longer ones are worth their checks."""
+    if plan.sizes[1] == 1 and all([type(x) is kind for x in given]):
+        state._plan = plan._replace(kind=kind, seen=_seen(kind, given, one_token))
+
+
+def _traced() -> bool:
+    """Tell whether torch.compile traces this: it would make a graph for every plan."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
+
+
+def _seen(kind: type, given: Sequence[Any], one_token: bool) -> tuple:
+    """Return what the checks of metadata look at, of arrays of one type; shorter where there are others."""
+    arrays_of_kind: list[Any] = [x for x in given if type(x) is kind]
+    return one_token, [(x.shape, x.dtype) for x in arrays_of_kind]
 
 
 def lifted(op: str, call: list) -> list:
     """Return a step's arrays with an axis of one token, whatever their framework."""
-    for name, x, letters in zip(DeltaInputs._fields, call, ("D", "W", "W", "", "", "R", "R")):
+    for name, x, letters in zip(NAMES, call, ("D", "W", "W", "", "", "R", "R")):
         ranks = (2, 3) if name == "log_decay" else (3,) if letters else (2,)
         if len(x.shape) not in ranks:
             sizes = (None,) * ranks[-1]
@@ -66,73 +109,96 @@ def lifted(op: str, call: list) -> list:
 
 
 def check(state: MemoryState, op: str, call: list) -> None:
-    """Check the call's metadata."""
+    """Check the metadata of [B, T, H, ...] arrays."""
     like = _Shape(state.shape, np.dtype(state._initial.compute))
     v, ws, ww, g, b, rs, rw = call
-    if len(v.shape) == 4 and v.shape[0] != state.batch:
-        got, fix = f"{v.shape[0]} in shape {list(v.shape)}", "pass a token of every sequence"
-        raise ShapeError(message(op, "values", f"a batch of {state.batch}, as the state has", got, fix))
+    if len(v.shape) == 4:
+        _check_batch(state, op, v.shape)
     validate.check_delta(op, v, ws, ww, g, b, rs, rw, like, None, in_place=True)
 
 
-def check_once(state: MemoryState, op: str, call: list) -> None:
-    """Check the call's metadata, unless the last call that passed had the same: decoding repeats itself."""
-    seen = (state.batch, *[(x.shape, x.dtype) for x in call])
-    if seen != state._checked:
-        check(state, op, call)
-        state._checked = seen
+def _check_batch(state: MemoryState, op: str, shape: Sequence[int]) -> None:
+    if shape[0] != state.batch:
+        got, fix = f"{shape[0]} in shape {list(shape)}", "pass a token of every sequence"
+        raise ShapeError(message(op, "values", f"a batch of {state.batch}, as the state has", got, fix))
 
 
-def advance(state: MemoryState, op: str, inputs: DeltaInputs) -> np.ndarray:
-    """Run the tokens of canonical inputs, whose values are not checked yet, and return the readings."""
-    if inputs.log_decay.ndim == 3:
-        inputs = inputs._replace(log_decay=inputs.log_decay[..., None])
-    pool, log, num_slots = state._pool, state._log, state._initial.shape[1]
-    with state._alone(op):
-        with pool.lock:
-            pool.settle()
-            places = _resolve(state, op, inputs)
-            try:
-                pool.cover(op)
-            except BaseException:
-                overlay.undo(state._index.table, places.changes, pool.numbers)
-                raise
-            paged = pool.paged(state._initial.bits)
-        try:
-            return sparse_delta_paged(inputs, places, paged, num_slots, state._options)
-        finally:
-            with pool.lock:
-                log.replaced(pool, places.changes)
-            state._tokens = state._tokens + places.seen
+def _canonical(compute: np.dtype, call: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return a call's arrays in the compute dtype and int32, C-contiguous, aligned and writable."""
+
+    def converted(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        return arrays.to_slots(x) if dtype is _SLOTS else arrays.to_float(x, dtype)
+
+    dtypes = (compute, _SLOTS, compute, compute, compute, _SLOTS, compute)
+    return [x if x.dtype == dtype and x.flags.carray else converted(x, dtype) for x, dtype in zip(call, dtypes)]
 
 
-def _resolve(state: MemoryState, op: str, inputs: DeltaInputs) -> overlay.Places:
-    """Check the values, find the tokens' rows and give out those for first writes."""
-    batch, tokens, heads, _ = inputs.values.shape
-    count, writes, reads = batch * tokens * heads, inputs.write_slots.shape[3], inputs.read_slots.shape[3]
-    num_slots, pool = state._initial.shape[1], state._pool
-    most = min(tokens * writes, num_slots)  # first writes of a lane
-    pool.reserve(batch * heads * most)
-    _make_room(state, most)
+def plan_of(inputs: Sequence[np.ndarray]) -> Plan:
+    """Return the plan of a call whose metadata have been checked, from its canonical arrays."""
+    shape = inputs[0].shape
+    batch, tokens, heads = (shape[0], 1, shape[1]) if len(shape) == 3 else shape[:3]
+    count, writes, reads = batch * tokens * heads, inputs[1].shape[-1], inputs[5].shape[-1]
+    decays = inputs[3].shape[-1] if inputs[3].ndim == len(shape) else 1  # by written slot, or by head
     places = overlay.Places(
         np.empty(count, np.bool_),
         np.empty((count, writes), np.int32),
         np.empty((count, reads), np.int32),
-        np.empty((batch * heads * most, 4), np.int32),
+        np.empty((count * writes, 4), np.int32),
         np.empty(batch * heads + 1, np.int64),
-        np.zeros(batch, np.int64),
+        np.empty(batch, np.int64),
     )
-    flat = [x.reshape(count, x.shape[-1]) for x in (inputs.write_slots, inputs.read_slots, inputs.log_decay)]
+    widths = (shape[-1], writes, writes, decays, None, reads, reads)
+    flat = [(count,) if width is None else (count, width) for width in widths]
+    return Plan(shape, (batch, tokens, heads), flat, places)
 
-    def resolve(check: bool) -> int:
-        where = (*state._index, pool.numbers, pool.clock, state._log.epoch)
-        return overlay.resolve(heads, tokens, *flat, num_slots, *where, check, places)
 
-    changed = resolve(True)
-    if changed == overlay.SUSPECT:
-        _check_values(op, inputs, num_slots, places.padded)
-        changed = resolve(False)
-    return places._replace(changes=places.changes[:changed])
+def advance(state: MemoryState, op: str, plan: Plan, inputs: Sequence[np.ndarray]) -> np.ndarray:
+    """Run the tokens of canonical arrays, whose values are not checked yet, and return the readings."""
+    x = Tokens(*[a.reshape(shape) for a, shape in zip(inputs, plan.flat)])
+    pool, places = state._pool, plan.places
+    with state._alone(op):
+        if plan.sizes[0] != state._batch:  # another thread may have changed it since the checks
+            _check_batch(state, op, plan.shape)
+        with pool.lock:
+            pool.settle()
+            changed = _resolve(state, op, plan, x)
+            # marks keep what was changed, and the plan's room is used again
+            changes = places.changes[:changed].copy() if changed else None
+            if changes is not None:
+                try:
+                    pool.cover(op)
+                except BaseException:
+                    overlay.undo(state._index.table, changes, pool.numbers)
+                    raise
+            paged = pool.paged()
+        try:
+            readings = sparse_delta_paged(x, plan.sizes, places, paged, state._initial.shape[1], state._options)
+        finally:
+            if changes is not None:
+                with pool.lock:
+                    state._log.replaced(pool, changes)
+            state._tokens = state._tokens + places.seen
+    return readings.reshape(plan.shape)
+
+
+def _resolve(state: MemoryState, op: str, plan: Plan, x: Tokens) -> int:
+    """Check the values, find the tokens' rows, give out those for first writes and return how many those are."""
+    (_, tokens, heads), num_slots, pool = plan.sizes, state._initial.shape[1], state._pool
+    check = True
+    while True:
+        changed = overlay.resolve(
+            heads, tokens, x.write_slots, x.read_slots, x.log_decay, num_slots, *state._index, pool.numbers,
+            pool.clock, state._log.epoch, check, plan.places,
+        )  # fmt: skip
+        if changed >= 0:
+            return changed
+        if changed == overlay.SUSPECT:
+            _check_values(op, plan, x, num_slots)
+            check = False
+        else:
+            most = min(tokens * x.write_slots.shape[1], num_slots)  # first writes of a lane
+            pool.reserve(len(state._index.table) * most)
+            _make_room(state, most)
 
 
 def _make_room(state: MemoryState, most: int) -> None:
@@ -145,8 +211,9 @@ def _make_room(state: MemoryState, most: int) -> None:
         state._index = Index(larger, filled)
 
 
-def _check_values(op: str, inputs: DeltaInputs, num_slots: int, padded: np.ndarray) -> None:
+def _check_values(op: str, plan: Plan, x: Tokens, num_slots: int) -> None:
     """Set `padded`, and raise as the op does where the other tokens have wrong slots or decays."""
+    inputs = DeltaInputs(*[a.reshape(*plan.sizes, *a.shape[1:]) for a in x])
     absent = [(x == -1).all(-1) if x.shape[-1] else None for x in (inputs.write_slots, inputs.read_slots)]
     known = [x for x in absent if x is not None]
     lanes = np.logical_and.reduce(known) if known else np.zeros(inputs.beta.shape, np.bool_)
@@ -154,7 +221,7 @@ def _check_values(op: str, inputs: DeltaInputs, num_slots: int, padded: np.ndarr
         where = [int(i) for i in np.argwhere(lanes.any(-1) != lanes.all(-1))[0]]
         fix = "pad a token with -1 in all slots of all heads"
         raise SlotError(message(op, "slots", "-1 in all heads or in none", f"a mixture at [B, T] = {where}", fix))
-    padded[:] = lanes.reshape(-1)
+    plan.places.padded[:] = lanes.reshape(-1)
     call = inputs
     if lanes.any():
         keep = ~lanes[..., None]

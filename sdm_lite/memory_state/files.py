@@ -27,7 +27,7 @@ from ..errors import BackendError, FileFormatError, ValueRangeError, message
 from ..rooms import DeltaOptions
 from ..whole_files import as_path, unreadable, unwritable, write_whole
 from .initial import Initial
-from .pool import new_pool
+from .pool import RowPool
 
 if TYPE_CHECKING:
     from .state import MemoryState
@@ -113,7 +113,7 @@ def load(path: Any, initial: Any, dtype: Any, max_bytes: int | None) -> MemorySt
         _mismatch(op, path, "hash of the initial memory", f"{given} (the one given)", f"{saved} in the file")
     options = DeltaOptions(config["rule"], state_dtype=first.dtype)
     state = MemoryState.__new__(MemoryState)
-    state._open(first, new_pool(first, max_bytes), options)
+    state._open(first, RowPool(first, max_bytes), options)
     state._follow(contents.tokens)
     _fill(op, state, contents)
     return state

@@ -13,20 +13,22 @@ from ..errors import StateFull, message
 from .initial import Initial
 
 PAGE_BYTES = 1 << 18  # a page has a power of two rows, and about this many bytes
+MOST_PAGES = 128  # made at once
 _FEWEST_ROWS = 16
 
 
 class RowPool:
-    """Rows of `width` numbers, in pages that never move. States in several threads share it under `lock`.
+    """Rows like those of an initial memory, in pages that never move. States in several threads share it under `lock`.
 
     A state gives back what it holds through :meth:`drop`, which takes no lock and so may run in a collection of
     garbage; the next call that has the lock does the work.
     """
 
-    def __init__(self, width: int, storage: np.dtype, most_rows: int, max_bytes: int | None):
-        self.width, self.storage, self.max_bytes = width, storage, max_bytes
-        self.row_bytes = width * storage.itemsize
-        wanted = min(PAGE_BYTES // max(self.row_bytes, 1), most_rows)
+    def __init__(self, initial: Initial, max_bytes: int | None):
+        heads, slots, width = initial.shape
+        self.width, self.storage, self.max_bytes = width, initial.storage, max_bytes
+        self.row_bytes = width * self.storage.itemsize
+        wanted = min(PAGE_BYTES // max(self.row_bytes, 1), heads * slots)
         self.page_bits = max(_FEWEST_ROWS, wanted).bit_length() - 1
         self.numbers = overlay.Numbers(
             np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32), np.zeros(2, np.int64)
@@ -37,9 +39,10 @@ class RowPool:
         self.lock = threading.Lock()
         self._dropped: collections.deque[tuple[np.ndarray, int]] = collections.deque()
         # rows one element apart: to the kernels, which go by its address, row n is n elements from here (cpu/paged.py)
-        start = np.zeros(width + 1, storage)
-        self._origin = np.lib.stride_tricks.as_strided(start, (2, width), (storage.itemsize,) * 2)
-        self._zeros = np.zeros(width, storage)
+        start = np.zeros(width + 1, self.storage)
+        self._origin = np.lib.stride_tricks.as_strided(start, (2, width), (self.storage.itemsize,) * 2)
+        self._rows = np.zeros(width, self.storage) if initial.bits is None else initial.bits  # kept alive
+        self._initial = (self._elements_to(self._rows), int(initial.bits is not None))
 
     def used_bytes(self) -> int:
         """Return the bytes of the rows that somebody holds."""
@@ -63,16 +66,18 @@ class RowPool:
             fix = "evict or reset sequences, release marks, or raise max_bytes"
             raise StateFull(message(op, "state", expected, got, fix))
         while len(self.pages) << self.page_bits < self.numbers.counters[overlay.TOP]:
-            page = memory.empty((1 << self.page_bits, self.width), self.storage)
-            if len(self.pages) == len(self._page_at):  # a larger copy: a kernel may be reading the old one
+            # as many as there are, side by side: the system backs a large block with huge pages, as it is touched
+            count = min(max(len(self.pages), 1), MOST_PAGES)
+            block = memory.empty((count, 1 << self.page_bits, self.width), self.storage)
+            while len(self.pages) + count > len(self._page_at):  # a larger copy: a kernel may be reading the old one
                 self._page_at = np.concatenate([self._page_at, np.empty_like(self._page_at)])
-            self._page_at[len(self.pages)] = self._elements_to(page)
-            self.pages.append(page)
+            for page in block:
+                self._page_at[len(self.pages)] = self._elements_to(page)
+                self.pages.append(page)
 
-    def paged(self, initial: np.ndarray | None) -> Paged:
-        """Return where the kernels find the rows of the pool and of an initial memory (None: all zero)."""
-        at = self._elements_to(self._zeros if initial is None else initial)
-        return Paged(self._origin, self._page_at, self.page_bits, at, int(initial is not None))
+    def paged(self) -> Paged:
+        """Return where the kernels find the rows of the pool and of the initial memory."""
+        return Paged(self._origin, self._page_at, self.page_bits, *self._initial)
 
     def _elements_to(self, array: np.ndarray) -> int:
         apart = array.ctypes.data - self._origin.ctypes.data
@@ -115,9 +120,3 @@ class RowPool:
         for there in np.split(order, cuts):
             if len(there):
                 yield self.pages[rows[there[0]] >> self.page_bits], there, rows[there] & ((1 << self.page_bits) - 1)
-
-
-def new_pool(initial: Initial, max_bytes: int | None) -> RowPool:
-    """Return an empty pool of rows like those of an initial memory."""
-    heads, slots, width = initial.shape
-    return RowPool(width, initial.storage, heads * slots, max_bytes)

@@ -16,7 +16,7 @@ from ..rooms import DeltaOptions
 from . import call as calls
 from . import files
 from .initial import Initial
-from .pool import RowPool, new_pool
+from .pool import RowPool
 from .undo import ROW, Index, Mark, UndoLog
 
 
@@ -81,7 +81,7 @@ class MemoryState:
         options = DeltaOptions(rule, state_dtype=first.dtype)
         validate.check_options(op, options)
         index = _empty_index(op, batch * first.shape[0])
-        self._open(first, new_pool(first, max_bytes), options)
+        self._open(first, RowPool(first, max_bytes), options)
         self._index = index
         self._follow(np.zeros(batch, np.int64))
 
@@ -93,7 +93,7 @@ class MemoryState:
         self._initial, self._pool, self._options = initial, pool, options
         self._log = UndoLog()
         self._alone = Alone()
-        self._checked: tuple = ()  # metadata of the last call that passed the checks
+        self._plan: calls.Plan | None = None  # of the last call of one token
         self._handle: Any = None
         if initial.kind == "torch":
             from .. import torch_state
@@ -223,7 +223,7 @@ class MemoryState:
     def nbytes(self) -> StateBytes:
         """Return the bytes of the initial memory and of the rows owned by the state, its undo log and its forks.
 
-        Pages round that up to the next 256 KB, and the index adds 16 to 32 bytes a row.
+        The process holds pages of 256 KB for them, made several at once, and the index adds 16 to 32 bytes a row.
         """
         with self._alone("MemoryState.nbytes"), self._pool.lock:
             self._pool.settle()

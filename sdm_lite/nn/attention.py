@@ -12,18 +12,22 @@ from .gates import check_divides
 from .state import MixerState, positions_of, refuse_gradients, wants_state
 
 
-def rotate(x: Tensor, position: int | Tensor, base: float = 10_000.0) -> Tensor:
-    """Return x [B, H, T, head_dim] with rotary positions `position` (an int, or int64 [B]), + 1, ... applied.
+def rotate(q: Tensor, k: Tensor, position: int | Tensor, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+    """Return q and k [B, H, T, head_dim] with rotary positions `position` (an int, or int64 [B]), + 1, ... applied.
 
     The pair (x_i, x_{i + half}) turns by the angle position * base ** (-i / half).
     """
-    half = x.shape[-1] // 2
-    steps = positions_of(position, x.shape[-2], x.device).to(torch.float32)
-    rates = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    half = q.shape[-1] // 2
+    steps = positions_of(position, q.shape[-2], q.device).to(torch.float32)
+    rates = base ** (-torch.arange(half, device=q.device, dtype=torch.float32) / half)
     angles = steps[..., None] * rates
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
     if cos.ndim == 3:  # positions of each sequence, the same for its heads
         cos, sin = cos[:, None], sin[:, None]
+    return _turned(q, cos, sin), _turned(k, cos, sin)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -104,7 +108,7 @@ class _Attention(nn.Module):
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.rope:
-            q, k = rotate(q, state.position), rotate(k, state.position)
+            q, k = rotate(q, k, state.position)
         cached = 0 if state.keys is None else state.keys.shape[2]
         grows = inplace and hand_back and self.window is None and x.shape[1] > 0
         if grows:

@@ -161,11 +161,11 @@ def owned_bytes(family) -> int:
     return len(rows - {-1}) * pool.row_bytes
 
 
-def main(count: int) -> None:
-    """Run the programs of seeds 0 to count; the first difference ends it."""
+def main(count: int, first: int = 0) -> None:
+    """Run the programs of `count` seeds from `first`; the first difference ends it."""
     os.fsync = lambda descriptor: None  # small files that nobody needs after a power cut
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(count):
+        for seed in range(first, first + count):
             rng = np.random.default_rng(seed)
             dtype, rule, by_slot = (
                 (np.float32, np.float64)[seed % 2],
@@ -180,9 +180,9 @@ def main(count: int) -> None:
                 except BaseException:
                     print(f"seed {seed}, in {operation}", flush=True)
                     raise
-            if (seed + 1) % 1000 == 0:
-                print(f"{seed + 1} programs, no difference", flush=True)
+            if (seed - first + 1) % 1000 == 0:
+                print(f"{seed - first + 1} programs from seed {first}, no difference", flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))
