@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 torch = pytest.importorskip("torch")
-from sdm_lite import FileFormatError, ValueRangeError  # noqa: E402
+from sdm_lite import DtypeError, FileFormatError, ValueRangeError  # noqa: E402
 from sdm_lite.nn import HybridLM, HybridState  # noqa: E402
 
 MEMORY = {"fwpkm": dict(sub_keys=4, k=2, key_dim=4, value_dim=8, chunk=4), "pkm": dict(sub_keys=4, k=2, key_dim=4)}
@@ -93,3 +93,60 @@ def test_fast_weights_of_a_batch_cannot_be_taken_apart(begun):
         with pytest.raises(ValueRangeError, match="one set for the batch"):
             verb()
     assert shared.positions == [10, 10]
+
+
+HOW = [{}, {"temperature": 1.0, "seed": 3}, {"num_beams": 3}, {"speculative": True}, {"speculative": "batched"}]
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_an_answer_without_writing(begun, how):
+    lm, cache, said = begun
+    going_on(lm, cache, said, 0)  # three chunks are written; a token waits in the fourth
+    before = cache.layers[0].fast
+    want = before.keys, before.values
+    assert not torch.equal(before.keys[0], lm.blocks[0].fwpkm.keys)
+    lm.generate(said[:, -1:], 9, cache=cache, update=False, **how)
+    after = cache.layers[0].fast
+    assert cache.positions == [23, 23] and after.position == (13, 13)
+    assert torch.equal(after.keys, want[0]) and torch.equal(after.values, want[1])
+    going_on(lm, cache, said)  # and the chunk that was open goes on
+    assert cache.layers[0].fast.position == (23, 23) and not torch.equal(cache.layers[0].fast.values, want[1])
+
+
+def test_an_answer_without_writing_is_read_from_the_memory(begun):
+    lm, cache, said = begun
+    fork = cache.fork([0, 1])
+    token, read = said[:, -1:], []
+    with torch.no_grad():
+        for _ in range(9):
+            logits, fork = lm(token, fork, inplace=True, update=False)
+            token = logits[:, -1].argmax(-1, keepdim=True)
+            read.append(token)
+    got = lm.generate(said[:, -1:], 9, cache=cache.fork([0, 1]), update=False)
+    assert torch.equal(got[:, 1:], torch.cat(read, dim=1))
+    assert not torch.equal(got, going_on(lm, cache, said))  # with writes it is another answer
+
+
+@pytest.mark.parametrize("how", HOW[2:], ids=str)
+def test_reading_alone_starts_no_fast_weights(how):
+    lm, cache = model(), HybridState()
+    ids = torch.randint(0, 64, (2, 7), generator=torch.Generator().manual_seed(1))
+    said = lm.generate(ids, 9, cache=cache, update=False, **how)
+    fast = cache.layers[0].fast
+    assert fast.batch is None and torch.equal(fast.start_keys, lm.blocks[0].fwpkm.keys)
+    cache.reorder([1, 0, 1])
+    cache.append(1)
+    last = torch.cat([said[[1, 0, 1], -1:], torch.tensor([[5]])])
+    going_on(lm, cache, last)
+    assert cache.positions == [26, 26, 26, 10] and cache.layers[0].fast.position == (10,) * 4
+
+
+def test_update_is_refused_where_nothing_could_be_left_alone():
+    lm, ids = model(), torch.tensor([[1, 2]])
+    with pytest.raises(DtypeError, match="generate: update: expected True or False"):
+        lm.generate(ids, 2, update=None)
+    plain, cache = HybridLM(64, 16, 1, layers=["swa"], num_heads=2).eval(), HybridState()
+    for how in HOW:
+        with pytest.raises(ValueRangeError, match="generate: update: expected True .* without fast-weight memories"):
+            plain.generate(ids, 2, cache=cache, update=False, **how)
+    assert not cache.layers

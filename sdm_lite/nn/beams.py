@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def beam_search(model: HybridLM, ids: Tensor, count: int, beams: int, cache: HybridState | None) -> Tensor:
+def beam_search(
+    model: HybridLM, ids: Tensor, count: int, beams: int, cache: HybridState | None, update: bool
+) -> Tensor:
     """Return the `count` new tokens [B, count] of the best beam of each prompt; arguments as in `generate`.
 
     Scores are summed in float64. There is no end token, so that all beams have the same length.
@@ -24,10 +26,10 @@ def beam_search(model: HybridLM, ids: Tensor, count: int, beams: int, cache: Hyb
     B = ids.shape[0]
     if count == 0:
         if cache is not None:
-            step(model, ids, cache)
+            step(model, ids, cache, update)
         return ids[:, :0]
     state = HybridState() if cache is None else cache
-    logits = step(model, ids, state)
+    logits = step(model, ids, state, update)
     scores = logits.new_zeros(B, 1, dtype=torch.float64)
     tokens = ids.new_empty(B, 1, 0)
     for index in range(count):
@@ -37,7 +39,7 @@ def beam_search(model: HybridLM, ids: Tensor, count: int, beams: int, cache: Hyb
         flat = (source + torch.arange(B)[:, None] * live).flatten().tolist()
         if cache is not None or index + 1 < count:
             state.reorder(flat)
-            logits = step(model, token.reshape(-1, 1).to(ids.dtype), state)
+            logits = step(model, token.reshape(-1, 1).to(ids.dtype), state, update)
     if cache is not None:  # the first beam of each prompt is its best
         cache.reorder([i * scores.shape[1] for i in range(B)])
     return tokens[:, 0]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import validate
 from ..errors import ShapeError, ValueRangeError, message
+from ..fwpkm_op import check_flag
 from .beams import beam_search
 from .cache import HybridState
 from .checks import check_ids
@@ -32,6 +33,7 @@ def generate(
     num_beams: int = 1,
     speculative: bool | str = False,
     cache: HybridState | None = None,
+    update: bool = True,
 ) -> Tensor:
     """Return the prompt and its continuation.
 
@@ -56,6 +58,9 @@ def generate(
         that nearly tied tokens may, rarely, change places. docs/decoding.md says when which can pay.
     cache : HybridState or None
         Continue the sequences that it has seen, and leave in it the state after the last returned token.
+    update : bool
+        False: fast-weight memories are read only, neither prompt nor answer enters them; all else moves on. For a
+        model without such a memory it raises, since every other layer needs its state to decode.
 
     Returns
     -------
@@ -63,7 +68,7 @@ def generate(
 
     Raises
     ------
-    ShapeError, ValueRangeError
+    ShapeError, ValueRangeError, DtypeError
 
     Examples
     --------
@@ -82,16 +87,18 @@ def generate(
             seed=seed,
             speculative=speculative,
             cache=cache,
+            update=update,
         )
         return torch.cat([ids, *(token[:, None] for token in stream)], dim=1)
     _check(model, ids, max_new_tokens, temperature, top_k)
+    _check_update(model, update)
     _check_greedy("num_beams", num_beams, temperature, top_k)
     if num_beams < 1:
         raise ValueRangeError(message(_NAME, "num_beams", "at least 1", str(num_beams), "raise num_beams"))
     if speculative:
         got, fix = f"num_beams={num_beams} with speculative={speculative!r}", "leave one of them out"
         raise ValueRangeError(message(_NAME, "num_beams", "beams or drafts, not both", got, fix))
-    return torch.cat([ids, beam_search(model, ids, max_new_tokens, num_beams, cache)], dim=1)
+    return torch.cat([ids, beam_search(model, ids, max_new_tokens, num_beams, cache, update)], dim=1)
 
 
 def stream_tokens(
@@ -104,16 +111,18 @@ def stream_tokens(
     seed: int | None = None,
     speculative: bool | str = False,
     cache: HybridState | None = None,
+    update: bool = True,
 ) -> Iterator[Tensor]:
     """Yield the new tokens [B] one by one; the arguments are those of :func:`generate`."""
     _check(model, ids, max_new_tokens, temperature, top_k, seed)
+    _check_update(model, update)
     if not speculative:
-        return _stream(model, ids, max_new_tokens, temperature, top_k, seed, cache)
+        return _stream(model, ids, max_new_tokens, temperature, top_k, seed, cache, update)
     if speculative not in MODES:
         got, fix = repr(speculative), "name one of these"
         raise ValueRangeError(message(_NAME, "speculative", f"False or one of {MODES}", got, fix))
     _check_greedy("speculative", speculative, temperature, top_k)
-    return speculate(model, ids, max_new_tokens, speculative is EXACT, cache)
+    return speculate(model, ids, max_new_tokens, speculative is EXACT, cache, update)
 
 
 def _check(
@@ -136,6 +145,14 @@ def _check(
         raise ValueRangeError(message(_NAME, "seed", "None or 0 to 2^64 - 1", str(seed), "pass another seed"))
 
 
+def _check_update(model: HybridLM, update: bool) -> None:
+    """Raise where `update` is no bool, or False for a model that has no memory to leave as it is."""
+    if not check_flag(_NAME, "update", update) and all(block.fwpkm is None for block in model.blocks):
+        expected, got = "True for a model without fast-weight memories", "False"
+        fix = "leave it out; to keep a cache as it is, pass cache.fork(range(cache.batch))"
+        raise ValueRangeError(message(_NAME, "update", expected, got, fix))
+
+
 def _check_greedy(argument: str, value: object, temperature: float, top_k: int | None) -> None:
     """Raise where a search for likely tokens is asked to draw."""
     if temperature != 0 or top_k is not None:
@@ -152,21 +169,22 @@ def _stream(
     top_k: int | None,
     seed: int | None,
     cache: HybridState | None,
+    update: bool,
 ) -> Iterator[Tensor]:
     generator = None if seed is None else torch.Generator(device=ids.device).manual_seed(seed)
     state = HybridState() if cache is None else cache
-    logits = step(model, ids, state)
+    logits = step(model, ids, state, update)
     for index in range(count):
         token = sample(logits, temperature, top_k, generator).to(ids.dtype)
         if cache is not None or index + 1 < count:  # nobody needs the step after the last token otherwise
-            logits = step(model, token[:, None], state)
+            logits = step(model, token[:, None], state, update)
         yield token
 
 
 @torch.no_grad()
-def step(model: HybridLM, ids: Tensor, cache: HybridState) -> Tensor:
-    """Return the logits [B, vocab_size] after the last of `ids`, and move `cache` on."""
-    features, _ = model.features(ids, cache, return_state=True, inplace=True)
+def step(model: HybridLM, ids: Tensor, cache: HybridState, update: bool) -> Tensor:
+    """Return the logits [B, vocab_size] after the last of `ids`, and move `cache` on, fast weights only to `update`."""
+    features, _ = model.features(ids, cache, return_state=True, inplace=True, update=update)
     return model.logits(features[:, -1:])[:, 0]
 
 

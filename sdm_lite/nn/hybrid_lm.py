@@ -318,6 +318,7 @@ class HybridLM(nn.Module):
         num_beams: int = 1,
         speculative: bool | str = False,
         cache: HybridState | None = None,
+        update: bool = True,
     ) -> Tensor:
         """Continue `ids` token by token, each step from the layers' states: see :func:`sdm_lite.nn.generate`."""
         return generate(
@@ -330,6 +331,7 @@ class HybridLM(nn.Module):
             num_beams=num_beams,
             speculative=speculative,
             cache=cache,
+            update=update,
         )
 
 

@@ -58,7 +58,9 @@ class Drafter:
         return []
 
 
-def speculate(model: HybridLM, ids: Tensor, count: int, exact: bool, cache: HybridState | None) -> Iterator[Tensor]:
+def speculate(
+    model: HybridLM, ids: Tensor, count: int, exact: bool, cache: HybridState | None, update: bool
+) -> Iterator[Tensor]:
     """Yield `count` tokens [B]; arguments as in `generate`.
 
     Of a batch's drafted tokens as many are taken as are right in all sequences.
@@ -68,7 +70,7 @@ def speculate(model: HybridLM, ids: Tensor, count: int, exact: bool, cache: Hybr
     state = HybridState() if cache is None else cache
     check = check_exactly if exact else check_batched
     drafters = [Drafter(row) for row in ids.tolist()]
-    logits = step(model, ids, state)
+    logits = step(model, ids, state, update)
     said, width = 0, 1
     while said < count:
         token = logits.argmax(-1).to(ids.dtype)
@@ -80,11 +82,11 @@ def speculate(model: HybridLM, ids: Tensor, count: int, exact: bool, cache: Hybr
         block = torch.cat([token[:, None], drafted], dim=1)
         accepted = 0
         if length:
-            accepted, logits = check(model, block, state)
+            accepted, logits = check(model, block, state, update)
             # drafting more pays where drafts are right; a wrong token costs its work
             width = min(LONGEST_DRAFT, 2 * accepted + 1)
         elif cache is not None or said + 1 < count:
-            logits = step(model, block, state)
+            logits = step(model, block, state, update)
         for said_token in block[:, 1 : accepted + 1].unbind(1):
             for drafter, one in zip(drafters, said_token.tolist()):
                 drafter.add(one)
@@ -92,13 +94,13 @@ def speculate(model: HybridLM, ids: Tensor, count: int, exact: bool, cache: Hybr
         yield from block[:, : accepted + 1].unbind(1)
 
 
-def check_exactly(model: HybridLM, block: Tensor, cache: HybridState) -> tuple[int, Tensor]:
+def check_exactly(model: HybridLM, block: Tensor, cache: HybridState, update: bool = True) -> tuple[int, Tensor]:
     """Run the tokens `block` [B, 1 + drafted] as greedy steps would, and keep those that greedy decoding says.
 
     Returns how many drafted tokens are kept, and the logits [B, vocab_size] after the last of them, where `cache`
     then stands.
     """
-    logits, marks = token_by_token(model, block, cache)
+    logits, marks = token_by_token(model, block, cache, update)
     accepted = _agreed(logits, block)
     if accepted < len(marks):
         cache.rollback(marks[accepted])
@@ -108,14 +110,14 @@ def check_exactly(model: HybridLM, block: Tensor, cache: HybridState) -> tuple[i
 
 
 @torch.no_grad()
-def check_batched(model: HybridLM, block: Tensor, cache: HybridState) -> tuple[int, Tensor]:
+def check_batched(model: HybridLM, block: Tensor, cache: HybridState, update: bool = True) -> tuple[int, Tensor]:
     """As :func:`check_exactly`, with one call over the block, and a second over what is kept where it is not all."""
     mark = cache.mark()
-    logits, _ = model(block, cache, inplace=True)
+    logits, _ = model(block, cache, inplace=True, update=update)
     accepted = _agreed(logits, block)
     if accepted + 1 < block.shape[1]:
         cache.rollback(mark)
-        logits, _ = model(block[:, : accepted + 1], cache, inplace=True)
+        logits, _ = model(block[:, : accepted + 1], cache, inplace=True, update=update)
     cache.release(mark)
     return accepted, logits[:, accepted]
 
@@ -127,7 +129,9 @@ def _agreed(logits: Tensor, block: Tensor) -> int:
 
 
 @torch.no_grad()
-def token_by_token(model: HybridLM, ids: Tensor, cache: HybridState) -> tuple[Tensor, list[CacheMark]]:
+def token_by_token(
+    model: HybridLM, ids: Tensor, cache: HybridState, update: bool = True
+) -> tuple[Tensor, list[CacheMark]]:
     """Return logits [B, T, vocab_size] of `ids`, in the bits of T steps, and a mark before each token but the first.
 
     Layers outside, tokens inside: each product has the shapes that a step gives it.
@@ -146,7 +150,7 @@ def token_by_token(model: HybridLM, ids: Tensor, cache: HybridState) -> tuple[Te
         for t in range(len(tokens)):
             if t:
                 marked[t - 1].append(LayerMark.of(state))
-            xs[t], state = block(xs[t], state, hashed[t], True, True)
+            xs[t], state = block(xs[t], state, hashed[t], True, True, update)
         layers.append(state)
     cache.layers, cache.recent, cache.interrupted = layers, recents[-1], False
     marks = [cache.add_mark(parts, recent) for parts, recent in zip(marked, recents[1:])]

@@ -109,6 +109,8 @@ class MixerState:
 
 def _chosen_lanes(fast: Any, sources: Tensor) -> Any:
     """Return the FwPKMState, one per sequence, of the sequences `sources`, as :meth:`MixerState.select`."""
+    if fast.batch is None:  # nothing was written yet: all sequences stand at the start
+        return fast.fork()
     old = (sources >= 0).nonzero()[:, 0]
     after = fast.fork(sources[old].tolist())
     after.append(len(sources) - len(old))
