@@ -306,16 +306,22 @@ class HybridState:
     # ------------------------------------------------------------ calls and files
 
     def bind(self, model: HybridLM, batch: int) -> None:
-        """Take the model's configuration, or raise for a cache of another model or batch, or one that was cut off."""
+        """Take the model's configuration, or raise for a cache of another model or batch, or one that was cut off.
+
+        The layers look at their own parts.
+        """
         self.check_whole("HybridLM")
         config = model.config
-        fix = "pass the state of these sequences in this model"
+        fix = "pass the state of these sequences in this model, or None"
+        if len(self.layers) not in (0, len(model.blocks)):
+            expected, got = f"a state of {len(model.blocks)} layers", f"one of {len(self.layers)}"
+            raise ShapeError(message("HybridLM", "state", expected, got, fix))
         if self.config is not None and self.config is not config and self.config != config:
             name = next(key for key in {**self.config, **config} if self.config.get(key) != config.get(key))
             expected, got = (f"{name} = {one.get(name)!r}" for one in (config, self.config))
             raise ValueRangeError(message("HybridLM", "state", expected, got, fix))
-        if self.recent is not None and self.batch != batch:
-            expected, got = f"a state of {batch} sequences, as ids has", f"one of {self.batch}"
+        if self.recent is not None and tuple(self.recent.shape) != (batch, 3):
+            expected, got = f"a state of {batch} sequences, as ids has", f"recent {list(self.recent.shape)}"
             raise ShapeError(message("HybridLM", "state", expected, got, fix))
         self.config = config
         if not torch.compiler.is_compiling():  # a graph has no weak references

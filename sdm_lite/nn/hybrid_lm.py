@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import DtypeError, SdmError, ShapeError, ValueRangeError, message
+from ..errors import DtypeError, SdmError, ValueRangeError, message
 from .attention import FullAttention, SlidingWindowAttention
 from .blocks import Block, NgramEmbedding
 from .cache import HybridState
@@ -227,7 +227,7 @@ class HybridLM(nn.Module):
         With :meth:`logits` of a part of them, a loss on a few positions saves most of the head's work.
         """
         check_ids(_NAME, ids, self.config["vocab_size"], self.embedding.weight.device)
-        self._check_state(ids, state, inplace)
+        _check_state(state, inplace)
         state = HybridState() if state is None else state
         state.bind(self, ids.shape[0])
         if inplace or any(True for _ in state.memories()):
@@ -278,24 +278,6 @@ class HybridLM(nn.Module):
             x = x + self.ngrams(ids, recent)
         return x, self._hash_ids(ids, recent), torch.cat([recent, ids], dim=1)[:, -3:]
 
-    def _check_state(self, ids: Tensor, state: Any, inplace: bool) -> None:
-        """Raise unless `state` is None or one of this model and of these sequences; the layers look at its parts."""
-        if state is None:
-            if inplace:
-                fix = "pass a HybridState, or inplace=False"
-                raise ValueRangeError(message(_NAME, "inplace", "a state to update in place", "state=None", fix))
-            return
-        if not isinstance(state, HybridState):
-            kind, fix = type(state).__name__, "pass what the previous call returned, or HybridState()"
-            raise DtypeError(message(_NAME, "state", "a HybridState", kind, fix))
-        fix = "pass the state of these sequences in this model, or None"
-        if len(state.layers) not in (0, len(self.blocks)):
-            got = f"one of {len(state.layers)}"
-            raise ShapeError(message(_NAME, "state", f"a state of {len(self.blocks)} layers", got, fix))
-        if state.recent is not None and tuple(state.recent.shape) != (ids.shape[0], 3):
-            got = f"recent {list(state.recent.shape)}"
-            raise ShapeError(message(_NAME, "state", f"a state of {ids.shape[0]} sequences, as ids has", got, fix))
-
     def logits(self, features: Tensor) -> Tensor:
         """Return logits [..., vocab_size] of features [..., dim]."""
         check_vectors(_NAME, features, self.config["dim"], self.embedding.weight, rank=None, name="features")
@@ -333,6 +315,17 @@ class HybridLM(nn.Module):
             cache=cache,
             update=update,
         )
+
+
+def _check_state(state: Any, inplace: bool) -> None:
+    """Raise unless `state` is None or a HybridState; whether it fits is for its `bind` to say."""
+    if state is None:
+        if inplace:
+            fix = "pass a HybridState, or inplace=False"
+            raise ValueRangeError(message(_NAME, "inplace", "a state to update in place", "state=None", fix))
+    elif not isinstance(state, HybridState):
+        kind, fix = type(state).__name__, "pass what the previous call returned, or HybridState()"
+        raise DtypeError(message(_NAME, "state", "a HybridState", kind, fix))
 
 
 def layer_kinds(num_layers: int, mixer: str, mixer_every: int, layers: Sequence[str] | None) -> list[str]:
