@@ -163,11 +163,11 @@ def check_options(
     counts = {"k": k, "chunk": chunk, "lookahead": lookahead}
     counts = {name: validate.whole_number(op, name, n) for name, n in counts.items()}
     if not 1 <= counts["chunk"] <= _MOST_TOKENS:
-        got, fix = _count_text(counts["chunk"]), "512 is the default"
+        got, fix = validate.count_text(counts["chunk"]), "512 is the default"
         raise ValueRangeError(message(op, "chunk", "1 to 2^63 - 1 tokens", got, fix))
     if not 0 <= counts["lookahead"] < max(counts["chunk"], 2):
         expected = f"0 to chunk - 1 = {counts['chunk'] - 1}"
-        got = _count_text(counts["lookahead"])
+        got = validate.count_text(counts["lookahead"])
         raise ValueRangeError(message(op, "lookahead", expected, got, "1 is the default"))
     for name, value, allowed in (
         ("pairs", pairs, ("drop", "carry", "wrap")),
@@ -181,14 +181,9 @@ def check_options(
     if detach_every is not None:
         detach_every = validate.whole_number(op, "detach_every", detach_every)
         if not 1 <= detach_every <= _MOST_TOKENS:
-            expected, got = "1 to 2^63 - 1, or None", _count_text(detach_every)
+            expected, got = "1 to 2^63 - 1, or None", validate.count_text(detach_every)
             raise ValueRangeError(message(op, "detach_every", expected, got, "pass None"))
     return StreamOptions(**counts, pairs=pairs, scale=scale, **rates, epsilon=epsilon, detach_every=detach_every)
-
-
-def _count_text(number: int) -> str:
-    # Python refuses to print an int of thousands of digits
-    return str(number) if abs(number) <= _MOST_TOKENS else "an int beyond 64 bits"
 
 
 def check_in_dtype(op: str, options: StreamOptions, dtype: str) -> None:

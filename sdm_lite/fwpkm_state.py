@@ -330,7 +330,7 @@ class FwPKMState:
             return self._forked(indices)
 
     def _forked(self, indices: Sequence[int] | None = None) -> FwPKMState:
-        lanes = self._picked(indices, "fork")
+        lanes = self._known() if indices is None else self._picked(indices, "fork")
         other = object.__new__(FwPKMState)
         other.__dict__.update(self.__dict__)
         other._open()
@@ -353,7 +353,7 @@ class FwPKMState:
     def reorder(self, indices: Sequence[int]) -> None:
         """Replace the sequences by those at `indices`, in place, as beam search does."""
         with self._alone("FwPKMState.reorder"):
-            self._lanes = [lane.fork() for lane in self._picked(_sequence("reorder", indices), "reorder")]
+            self._lanes = [lane.fork() for lane in self._picked(indices, "reorder")]
 
     def reset(self, index: int | None = None) -> None:
         """Bring one sequence's memory, or all of them, back to the start, with an empty chunk."""
@@ -362,7 +362,8 @@ class FwPKMState:
                 self._lanes = None if self.per_sequence else [self._start.fork()]
                 return
             self._per_sequence("reset", "a sequence by its index")
-            self._known()[self._index("reset", index)] = self._start.fork()
+            (place,) = self._indices("reset", [index], "index")
+            self._known()[place] = self._start.fork()
 
     def append(self, n: int = 1) -> None:
         """Add n sequences at the start (per sequence only)."""
@@ -378,7 +379,7 @@ class FwPKMState:
         """Drop the sequences at `indices` (per sequence only)."""
         with self._alone("FwPKMState.evict"):
             self._per_sequence("evict", "sequences")
-            gone = {self._index("evict", i) for i in _sequence("evict", indices)}
+            gone = set(self._indices("evict", indices))
             if gone:
                 self._lanes = [lane for i, lane in enumerate(self._known()) if i not in gone]
 
@@ -416,25 +417,15 @@ class FwPKMState:
             fix = "make the state with per_sequence=True"
             raise ValueRangeError(message(f"FwPKMState.{verb}", what, "one memory a sequence", "a shared one", fix))
 
-    def _index(self, verb: str, index: Any) -> int:
-        held = len(self._known()) if self.per_sequence else self._known()[0].batch() or 0
-        index = validate.whole_number(f"FwPKMState.{verb}", "index", index)
-        if not 0 <= index < held:
-            expected, fix = f"0 to {held - 1}", "count the sequences from 0"
-            if not held:
-                expected, fix = "none, since there is no sequence yet", "call the state, or append() sequences first"
-            raise ValueRangeError(message(f"FwPKMState.{verb}", "index", expected, str(index), fix))
-        return index
+    def _indices(self, verb: str, indices: Any, name: str = "indices") -> list[int]:
+        return validate.sequence_indices(f"FwPKMState.{verb}", name, indices, self.batch or 0)
 
-    def _picked(self, indices: Sequence[int] | None, verb: str) -> list[Lane]:
-        if indices is None:
-            return self._known()
-        indices = _sequence(verb, indices)
+    def _picked(self, indices: Sequence[int], verb: str) -> list[Lane]:
         if not self.per_sequence and self._known()[0].batch() is None:
             fix = "leave indices out, or make the state with per_sequence=True"
             got = "one memory for all, and no open chunk to pick sequences of"
             raise ValueRangeError(message(f"FwPKMState.{verb}", "indices", "sequences", got, fix))
-        places = [self._index(verb, i) for i in indices]
+        places = self._indices(verb, indices)
         if self.per_sequence:
             return [self._known()[i] for i in places]
         lane = self._known()[0].fork()
@@ -461,11 +452,3 @@ class FwPKMState:
         state = cls(start.keys, start.table.base, per_sequence=per_sequence)
         state._start, state._lanes, state._options, state._kind = start, lanes, options, kind
         return state
-
-
-def _sequence(verb: str, indices: Any) -> Sequence[int]:
-    listed = isinstance(indices, Sequence) and not isinstance(indices, (str, bytes))
-    if not listed and not (isinstance(indices, np.ndarray) and indices.ndim == 1):
-        got, fix = f"{indices!r:.40}", "pass a list"
-        raise ShapeError(message(f"FwPKMState.{verb}", "indices", "a sequence of indices", got, fix))
-    return indices

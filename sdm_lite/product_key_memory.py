@@ -244,7 +244,7 @@ def embedding_bag_gradient(
     dreadings, slots, weights = (arrays.to_numpy(op, name, x) for name, x in named.items())
     num_slots = validate.whole_number(op, "num_slots", num_slots)
     if not 0 <= num_slots <= 2**31 - 1:
-        got, fix = str(num_slots) if abs(num_slots) < 2**63 else "an int beyond 64 bits", "pass the rows of the table"
+        got, fix = validate.count_text(num_slots), "pass the rows of the table"
         raise ValueRangeError(message(op, "num_slots", "0 to 2^31 - 1", got, fix))
     validate.check_dtype(op, "dreadings", dreadings, _TABLES)
     _check_bag(op, slots, weights, "weights", tuple(slots.shape), "[..., k]")

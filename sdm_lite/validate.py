@@ -37,6 +37,24 @@ def whole_number(op: str, name: str, value: Any) -> int:
     return int(value)
 
 
+def sequence_indices(op: str, name: str, indices: Any, count: int) -> list[int]:
+    """Return an argument that names some of `count` sequences as a list, or raise for one that is not there."""
+    listed = indices.tolist() if hasattr(indices, "tolist") else indices
+    if not isinstance(listed, Sequence) or isinstance(listed, (str, bytes)):
+        raise ShapeError(message(op, name, "a sequence of indices", f"{indices!r:.40}", "pass a list of whole numbers"))
+    found = [whole_number(op, name, i) for i in listed]
+    outside = [i for i in found if not 0 <= i < count]
+    if outside:
+        fix = "name sequences that are there" if count else "there are none yet: make a call, or append() some"
+        raise ValueRangeError(message(op, name, f"indices in [0, {count})", count_text(outside[0]), fix))
+    return found
+
+
+def count_text(number: int) -> str:
+    """Return an int for an error text: Python refuses to print one of thousands of digits."""
+    return str(number) if abs(number) < 2**63 else "an int beyond 64 bits"
+
+
 def factor_widths(op: str, width: int, factors: Any) -> tuple[int, ...]:
     """Return the factors' widths: two equal ones by default, F equal ones for an int F."""
     if isinstance(factors, Iterable) and not isinstance(factors, str):

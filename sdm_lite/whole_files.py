@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .errors import DtypeError, FileError, ValueRangeError, message
+from .errors import BackendError, DtypeError, FileError, ValueRangeError, message
 
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
 
@@ -30,6 +31,16 @@ def as_path(op: str, name: str, value: Any) -> Path:
     if nul or not Path(text).name:
         raise ValueRangeError(message(op, name, "a path of a file", f"{text!r:.80}", "name a file"))
     return Path(text)
+
+
+def safetensors_for(op: str, framework: str) -> Any:
+    """Return the package safetensors with its module for "numpy" or "torch", or raise BackendError."""
+    try:
+        importlib.import_module(f"safetensors.{framework}")
+        return importlib.import_module("safetensors")
+    except ImportError as error:
+        fix = "pip install safetensors"
+        raise BackendError(message(op, "safetensors", "an installed package", str(error), fix)) from error
 
 
 def unreadable(op: str, path: Path, error: OSError) -> FileError:

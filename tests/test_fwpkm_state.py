@@ -469,7 +469,7 @@ def test_a_call_that_does_not_go_on_the_stream_is_refused():
     for verb, argument in (("reset", 0), ("append", 1), ("evict", [0])):
         with pytest.raises(errors.ValueRangeError, match="per_sequence=True"):
             getattr(state, verb)(argument)
-    with pytest.raises(errors.ValueRangeError, match="index"):
+    with pytest.raises(errors.ValueRangeError, match=r"indices in \[0, 3\)"):
         state.reorder([3])
 
 

@@ -23,9 +23,9 @@ import numpy as np
 
 from ..arrays import narrow_bf16, widen_bf16
 from ..cpu import overlay
-from ..errors import BackendError, FileFormatError, ValueRangeError, message
+from ..errors import FileFormatError, ValueRangeError, message
 from ..rooms import DeltaOptions
-from ..whole_files import as_path, unreadable, unwritable, write_whole
+from ..whole_files import as_path, safetensors_for, unreadable, unwritable, write_whole
 from .initial import Initial
 from .pool import RowPool
 
@@ -64,7 +64,7 @@ def save(state: MemoryState, path: Any, base: Any, snapshot_dtype: str | None) -
         raise ValueRangeError(
             message(op, "snapshot_dtype", "None or 'bf16'", repr(snapshot_dtype), "name one of these")
         )
-    library = _library(op)
+    library = safetensors_for(op, "numpy")
     lane, slots, pool_row = state._entries()
     unique, row = np.unique(pool_row, return_inverse=True)
     stored = EXACT if snapshot_dtype is None or state.dtype == "bfloat16" else BF16
@@ -189,7 +189,7 @@ def read(op: str, path: Path, after: tuple[str, ...] = ()) -> Contents:
 
 def _open(op: str, path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
     """Return metadata and arrays of one file, as they were written: names, types and the hash are right."""
-    library = _library(op)
+    library = safetensors_for(op, "numpy")
     try:
         with library.safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
@@ -302,16 +302,6 @@ def _sibling(op: str, path: Path, name: str) -> Path:
     if not name or name in (".", "..") or os.path.basename(name) != name or "\0" in name:
         _damaged(op, path, f"base {name!r:.60}")
     return path.with_name(name)
-
-
-def _library(op: str) -> Any:
-    try:
-        import safetensors
-        import safetensors.numpy
-    except ImportError as error:
-        fix = "pip install safetensors"
-        raise BackendError(message(op, "safetensors", "an installed package", str(error), fix)) from error
-    return safetensors
 
 
 def _damaged(op: str, path: Path, got: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from .. import validate
 from ..alone import Alone
 from ..cpu import overlay
-from ..errors import DtypeError, ShapeError, StateFull, ValueRangeError, message
+from ..errors import DtypeError, StateFull, ValueRangeError, message
 from ..rooms import DeltaOptions
 from . import call as calls
 from . import files
@@ -377,15 +377,7 @@ class MemoryState:
         return lane[order], slot[order], row[order].astype(np.int64)
 
     def _sequences(self, op: str, indices: Any) -> np.ndarray:
-        listed = indices.tolist() if hasattr(indices, "tolist") else indices
-        fix = "pass a list of whole numbers"
-        if not isinstance(listed, (list, tuple, range)):
-            raise ShapeError(message(op, "indices", "a sequence of indices", repr(indices), fix))
-        wanted = np.array([validate.whole_number(op, "indices", i) for i in listed], np.int64)
-        outside = wanted[(wanted < 0) | (wanted >= self.batch)]
-        if len(outside):
-            raise ValueRangeError(message(op, "indices", f"indices in [0, {self.batch})", str(outside[0]), fix))
-        return wanted
+        return np.array(validate.sequence_indices(op, "indices", indices, self.batch), np.int64)
 
     def _copied(self, sources: np.ndarray) -> Index:
         """Return the index of the sequences named, -1 for a fresh one, with a reference to each row."""

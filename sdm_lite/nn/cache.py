@@ -232,15 +232,7 @@ class HybridState:
         if any(layer.fast is not None and not layer.fast.per_sequence for layer in self.layers):
             got, fix = "one set for the batch", "begin the cache in eval mode, or with per_sequence=True"
             raise ValueRangeError(message(op, "cache", "fast weights per sequence", got, fix))
-        listed = indices.tolist() if hasattr(indices, "tolist") else indices
-        if not isinstance(listed, (list, tuple, range)):
-            raise ShapeError(message(op, "indices", "a sequence of indices", repr(indices), "pass a list"))
-        chosen = torch.tensor([validate.whole_number(op, "indices", i) for i in listed], dtype=torch.int64)
-        outside = chosen[(chosen < 0) | (chosen >= self.batch)]
-        if outside.numel():
-            expected = f"indices in [0, {self.batch})"
-            raise ValueRangeError(message(op, "indices", expected, str(int(outside[0])), "name sequences it has"))
-        return chosen
+        return torch.tensor(validate.sequence_indices(op, "indices", indices, self.batch), dtype=torch.int64)
 
     def _refuse_dense(self, verb: str) -> None:
         """Raise where a new sequence's memory is unknown: a dense sparse-memory table does not say what it began as."""

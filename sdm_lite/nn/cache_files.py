@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import BackendError, DtypeError, FileError, FileFormatError, ValueRangeError, message
+from ..errors import DtypeError, FileError, FileFormatError, ValueRangeError, message
 from ..fwpkm_state import FwPKMState
 from ..memory_state import MemoryState
 from ..memory_state import files as memory_files
-from ..whole_files import as_path, unreadable, unwritable, write_whole
+from ..whole_files import as_path, safetensors_for, unreadable, unwritable, write_whole
 from .cache import HybridState
 from .state import MixerState, tidy
 
@@ -59,7 +59,7 @@ def save(cache: HybridState, path: Any, of: str | None = None) -> None:
     BackendError
         Where safetensors is not installed.
     """
-    torch_files, path = _safetensors(_SAVE).torch, as_path(_SAVE, "path", path)
+    library, path = safetensors_for(_SAVE, "torch"), as_path(_SAVE, "path", path)
     _check_name(_SAVE, of)
     if not cache.layers or cache.recent is None:
         raise ValueRangeError(message(_SAVE, "cache", "a cache that has seen tokens", "an empty one", "decode first"))
@@ -84,8 +84,8 @@ def save(cache: HybridState, path: Any, of: str | None = None) -> None:
     notes = {"format": FORMAT, "config": json.dumps(cache.config), "of": of}
     notes["sha256"] = _digest(whole, notes)
     try:
-        write_whole(path, lambda temporary: torch_files.save_file(whole, temporary, notes))
-    except (OSError, _safetensors(_SAVE).SafetensorError) as error:
+        write_whole(path, lambda temporary: library.torch.save_file(whole, temporary, notes))
+    except (OSError, library.SafetensorError) as error:
         raise unwritable(_SAVE, path, error) from error
 
 
@@ -168,7 +168,7 @@ def parts_of(op: str, path: Path) -> FileParts:
 @contextmanager
 def _opened(path: Path, op: str) -> Iterator[Any]:
     """Open a safetensors file; its faults become FileFormatError and FileError."""
-    library = _safetensors(op)
+    library = safetensors_for(op, "torch")
     try:
         with library.safe_open(path, framework="pt") as file:
             yield file
@@ -331,13 +331,3 @@ def _digest(tensors: dict[str, Tensor], notes: dict[str, str]) -> str:
 
 def _damaged(path: Path, expected: str, got: str, op: str = _LOAD) -> FileFormatError:
     return FileFormatError(message(op, str(path), expected, got, _DAMAGED))
-
-
-def _safetensors(op: str) -> Any:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError as error:
-        fix = 'pip install "sdm-lite[cli]"'
-        raise BackendError(message(op, "safetensors", "the package safetensors", "none installed", fix)) from error
-    return safetensors
