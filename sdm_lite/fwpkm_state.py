@@ -246,27 +246,24 @@ class FwPKMState:
         values: Any,
         gates: Any,
         *,
-        k: int = 8,
-        chunk: int = 512,
-        lookahead: int = 1,
-        pairs: str = "drop",
-        scale: str = "norm",
-        value_rate: float = 1.0,
-        key_rate: float = 1.0,
-        epsilon: float = 1e-3,
         update: bool = True,
         mask: Any = None,
-        detach_every: int | None = None,
         backend: str | None = None,
+        **options: Any,
     ) -> Any:
         """Return the retrieved values [B, T, D] of :func:`sdm_lite.fwpkm` and bring this state to the stream's end.
 
-        Gradients work as there: the backward needs nothing that a later call writes.
+        `options` are the others of that function, from k to `detach_every`; one left out is that of the last call that
+        entered the stream, here, before a fork or in a file, and the function's default before the first. Gradients
+        work as there: the backward needs nothing that a later call writes.
         """
         op = "FwPKMState.extend"
-        options = check_options(op, k, chunk, lookahead, pairs, scale, value_rate, key_rate, epsilon, detach_every)
         with self._alone(op):
-            return after_call(op, (queries, values, gates), self, options, update, mask, backend)
+            known = {name: x for name, x in vars(self._options or StreamOptions()).items() if name != "update"}
+            for name in [name for name in options if name not in known]:
+                raise DtypeError(message(op, name, f"an option: {', '.join(known)}", "another", "leave it out"))
+            whole = check_options(op, **{**known, **options})
+            return after_call(op, (queries, values, gates), self, whole, update, mask, backend)
 
     def step(self, queries: Any, values: Any, gates: Any, **options: Any) -> Any:
         """Return the retrieved values [B, D] of one token, as `extend`; queries [B, H, 2h], gates [B]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import pickle
 import threading
@@ -13,6 +14,7 @@ import pytest
 from fwpkm_cases import make_stream
 
 from sdm_lite import FwPKMState, errors, fwpkm
+from sdm_lite.fwpkm_stream import StreamOptions
 from sdm_lite.row_table import RowTable
 
 SMALL = {"k": 3, "chunk": 4, "pairs": "carry"}
@@ -190,6 +192,26 @@ def test_steps_are_a_stream():
     got = np.stack([other.step(*(a[:, t] for a in x.call), **SMALL) for t in range(9)], axis=1)
     assert got.tobytes() == want.tobytes()
     assert other.values.tobytes() == state.values.tobytes()
+
+
+def test_options_left_out_are_those_of_the_last_call(tmp_path):
+    x = begun()[0]
+    again = [begun()[1], begun()[1].fork()]
+    again[0].save(tmp_path / "state.npz")
+    again.append(FwPKMState.load(tmp_path / "state.npz"))
+    for one in again:
+        one.extend(*x.tokens(6, 9), k=1, chunk=2, pairs="wrap", update=False)  # did not enter the stream
+        with pytest.raises(errors.DtypeError, match="extend: chunks: expected an option: k, chunk, .* Fix: "):
+            one.extend(*x.tokens(6, 9), chunks=2)
+    alike = begun()[1].extend(*x.tokens(6, 12), **SMALL)
+    assert all(one.extend(*x.tokens(6, 12)).tobytes() == alike.tobytes() for one in again[:2])
+    steps = [again[2].step(*(a[:, t] for a in x.tokens(6, 12))) for t in range(6)]
+    assert np.stack(steps, axis=1).tobytes() == alike.tobytes()
+
+
+def test_options_before_the_first_call_are_those_of_fwpkm():
+    given = {name: one.default for name, one in inspect.signature(fwpkm).parameters.items()}
+    assert all(given[name] == default for name, default in vars(StreamOptions()).items())
 
 
 def test_reading_only_leaves_the_state_as_it_is():
