@@ -102,15 +102,16 @@ idw_product_key_topk_backward.register_autograd(_no_second_derivative("idw_produ
 @custom_op(
     "sdm_lite::embedding_bag",
     mutates_args=(),
-    device_types="cpu",
+    device_types=("cpu", "cuda"),
     schema="(Tensor values, Tensor slots, Tensor weights, bool sparse_gradient, str backend) -> Tensor",
 )
+@convert.borrowed
 def embedding_bag(values, slots, weights, sparse_gradient, backend):
     """Return the sums [..., D]; slots out of range raise."""
-    flat = check_bag_slots("embedding_bag", slots.detach().numpy(), values.shape[0])
+    flat = check_bag_slots("embedding_bag", convert.view(slots), values.shape[0])
     room = rooms.room(backend, "embedding_bag")
     readings = room.embedding_bag_forward(_array(values), flat, _array(weights).reshape(flat.shape))
-    return torch.from_numpy(readings).view(*slots.shape[:-1], values.shape[1])
+    return convert.from_room(readings).view(*slots.shape[:-1], values.shape[1])
 
 
 @embedding_bag.register_fake
@@ -127,13 +128,14 @@ def _flat_bag(dreadings: Tensor, slots: Tensor, weights: Tensor | None) -> tuple
 @custom_op(
     "sdm_lite::embedding_bag_backward",
     mutates_args=(),
-    device_types="cpu",
+    device_types=("cpu", "cuda"),
     schema="(Tensor dreadings, Tensor slots, Tensor weights, SymInt num_slots, str backend) -> Tensor",
 )
+@convert.borrowed
 def embedding_bag_backward(dreadings, slots, weights, num_slots, backend):
     """Return the dense gradient of the values [S, D]."""
     room = rooms.room(backend, "embedding_bag")
-    return torch.from_numpy(room.embedding_bag_backward(*_flat_bag(dreadings, slots, weights), num_slots))
+    return convert.from_room(room.embedding_bag_backward(*_flat_bag(dreadings, slots, weights), num_slots))
 
 
 @embedding_bag_backward.register_fake
@@ -144,14 +146,15 @@ def _(dreadings, slots, weights, num_slots, backend):
 @custom_op(
     "sdm_lite::embedding_bag_rows",
     mutates_args=(),
-    device_types="cpu",
+    device_types=("cpu", "cuda"),
     schema="(Tensor dreadings, Tensor slots, Tensor weights, SymInt num_slots, str backend) -> (Tensor, Tensor)",
 )
+@convert.borrowed
 def embedding_bag_rows(dreadings, slots, weights, num_slots, backend):
     """Return the gradient of the values as rows [U] int64, ascending, and their gradients [U, D]."""
     room = rooms.room(backend, "embedding_bag")
     rows, gradient = bag_rows(room, *_flat_bag(dreadings, slots, weights), num_slots)
-    return torch.from_numpy(rows).long(), torch.from_numpy(gradient)
+    return convert.from_room(rows).long(), convert.from_room(gradient)
 
 
 @embedding_bag_rows.register_fake
@@ -163,14 +166,15 @@ def _(dreadings, slots, weights, num_slots, backend):
 @custom_op(
     "sdm_lite::embedding_bag_weights_backward",
     mutates_args=(),
-    device_types="cpu",
+    device_types=("cpu", "cuda"),
     schema="(Tensor dreadings, Tensor values, Tensor slots, str backend) -> Tensor",
 )
+@convert.borrowed
 def embedding_bag_weights_backward(dreadings, values, slots, backend):
     """Return the gradient of the weights, in the shape of the slots."""
     upstream, flat, _ = _flat_bag(dreadings, slots, None)
     room = rooms.room(backend, "embedding_bag")
-    return torch.from_numpy(room.embedding_bag_weights_backward(upstream, _array(values), flat)).view(slots.shape)
+    return convert.from_room(room.embedding_bag_weights_backward(upstream, _array(values), flat)).view(slots.shape)
 
 
 @embedding_bag_weights_backward.register_fake
