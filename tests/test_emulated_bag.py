@@ -35,7 +35,7 @@ def bag(sizes, dtype, seed=0):
 def launches_of(case):
     """Return the launches of both files over one case, and the three arrays that they fill."""
     values, slots, weights, dreadings = case
-    (num_slots, width), (tokens, count) = values.shape, slots.shape
+    width, (tokens, count) = values.shape[1], slots.shape
     real = {4: "float", 8: "double"}[values.itemsize]
     readings, dweights = np.full_like(dreadings, np.nan), np.full_like(weights, np.nan)
     dvalues, order = np.zeros_like(values), np.argsort(slots, axis=None, kind="stable")
