@@ -60,7 +60,7 @@ class _EmbeddingBag(Function):
     @staticmethod
     def backward(ctx: Context, dreadings: Any) -> Any:
         values, slots, weights = ctx.saved
-        dreadings = dreadings.reshape(len(slots), values.shape[1])
+        dreadings = _canonical(dreadings, values.dtype).reshape(len(slots), values.shape[1])
         dvalues = ctx.room.embedding_bag_backward(dreadings, slots, weights, len(values)) if ctx.needs[0] else None
         dweights = ctx.room.embedding_bag_weights_backward(dreadings, values, slots) if ctx.needs[1] else None
         return dvalues, None if dweights is None else dweights.reshape(ctx.shape), None, None

@@ -111,7 +111,26 @@ def parity(check: Check) -> list[str]:
     for name, a, b in zip(("values", "slots"), got, cpu.product_key_topk_forward(scores, (24, 24), 16)):
         if not np.array_equal(a.get(), b):
             wrong.append(f"product_key_topk: {name} differ")
-    return wrong
+    return wrong + _bag_parity(check)
+
+
+def _bag_parity(check: Check) -> list[str]:
+    """Return which of embedding_bag's results have other bits than in the cpu room."""
+    rng = np.random.default_rng(0)
+    values, dreadings = (rng.standard_normal((n, 130), np.float32) for n in (40, 64))
+    slots = np.where(rng.random((64, 5)) < 0.3, 0, rng.integers(0, 40, (64, 5))).astype(np.int32)
+    weights = rng.standard_normal((64, 5), np.float32)
+
+    def results(room: Any, up: Callable[[Any], Any]) -> dict[str, Any]:
+        v, s, w, dy = (up(x) for x in (values, slots, weights, dreadings))
+        return {
+            "readings": room.embedding_bag_forward(v, s, w),
+            "dvalues": room.embedding_bag_backward(dy, s, w, len(values)),
+            "dweights": room.embedding_bag_weights_backward(dy, v, s),
+        }
+
+    got, want = results(cuda_kernels, check.upload), results(cpu, np.asarray)
+    return [f"embedding_bag: {name} differ" for name in want if not np.array_equal(got[name].get(), want[name])]
 
 
 _GRADIENTS = ("values", "write_weights", "log_decay", "beta", "read_weights", "initial_state")

@@ -5,12 +5,22 @@ if __name__ != "sdm_lite.cuda_kernels":
 
 from .addressing import hash_slots_forward, product_key_topk_backward, product_key_topk_forward
 from .devices import unavailable
+from .embedding_bag import (
+    embedding_bag_backward,
+    embedding_bag_forward,
+    embedding_bag_weights_backward,
+    number_slots,
+)
 from .foreign import borrowed, view
 from .sparse_delta import sparse_delta_backward, sparse_delta_forward, sparse_delta_update, values_are_fine
 
 __all__ = [
     "borrowed",
+    "embedding_bag_backward",
+    "embedding_bag_forward",
+    "embedding_bag_weights_backward",
     "hash_slots_forward",
+    "number_slots",
     "product_key_topk_backward",
     "product_key_topk_forward",
     "sparse_delta_backward",

@@ -21,8 +21,6 @@ struct Arithmetic<double> {
 };
 
 // ---- arithmetic on two columns; fused is one rounding, everything else rounds each operation ----
-__device__ __forceinline__ float fused(float a, float b, float c) { return fmaf(a, b, c); }
-__device__ __forceinline__ double fused(double a, double b, double c) { return fma(a, b, c); }
 template <typename Real, typename Two>
 __device__ __forceinline__ Two fused_two(Real a, Two x, Two c) { return Two{fused(a, x.x, c.x), fused(a, x.y, c.y)}; }
 template <typename Real, typename Two>

@@ -31,13 +31,15 @@ __device__ __forceinline__ void stage(T* to_smem, const T* from, int count) {
   const int bytes = count * (int)sizeof(T), thread = threadIdx.x % 32;
   char* to = (char*)to_smem;
   const char* source = (const char*)from;
-  if (sizeof(T) >= 4 || ((size_t)from | bytes) % 4 == 0) {
+  const bool wide = sizeof(T) >= 4 || ((size_t)from | bytes) % 4 == 0;
 #pragma unroll 1
-    for (int i = thread * 4; i < bytes; i += 32 * 4) copy_async<4>(to + i, source + i);
-  } else {
-#pragma unroll 1
-    for (int i = thread * 2; i < bytes; i += 32 * 2) copy_async<2>(to + i, source + i);
-  }
+  for (int i = thread * 4; i < bytes; i += 32 * 4)
+    if (wide) {
+      copy_async<4>(to + i, source + i);
+    } else {
+      copy_async<2>(to + i, source + i);
+      if (i + 2 < bytes) copy_async<2>(to + i + 2, source + i + 2);
+    }
 }
 // Numbers of type T that one token takes of a staged array: whole 16-byte pieces, so that each begins on one.
 template <typename T>
@@ -60,29 +62,35 @@ struct Columns {
     wide = ((size_t)table | (size_t)(width_ * (int)sizeof(T))) % 16 == 0;
   }
 
-  // Calls move(offset in the buffer, address in the table, BYTES) for each piece of the listed rows that are wanted.
-  template <int BYTES, typename Wanted, typename Move>
-  __device__ __forceinline__ void each_piece(const RowEntry* list, int rows, Wanted wanted, Move move) const {
-    constexpr int kPieces = TILE * (int)sizeof(T) / BYTES;
-#pragma unroll(BYTES == 16 ? 2 : 1)
+  // Calls whole(offset in the buffer, address in the table) for each 16 bytes of the listed rows that are wanted, or
+  // narrow(..) for each kNarrow of them. One loop for both: each loop of these kernels costs its part of the compile time.
+  template <typename Wanted, typename Whole, typename Narrow>
+  __device__ __forceinline__ void each_piece(const RowEntry* list, int rows, Wanted wanted, Whole whole,
+                                             Narrow narrow) const {
+    constexpr int kPieces = TILE * (int)sizeof(T) / 16;
+#pragma unroll 2
     for (int i = threadIdx.x; i < rows * kPieces; i += kThreads) {
       const RowEntry e = list[i / kPieces];
-      const int at = i % kPieces * BYTES;
-      if (at < bytes && wanted(e))
-        move(i / kPieces * TILE * (int)sizeof(T) + at, (char*)(first + (long long)e.slot * width) + at);
+      const int at = i % kPieces * 16, in_buffer = i / kPieces * TILE * (int)sizeof(T) + at;
+      if (at >= bytes || !wanted(e)) continue;
+      char* in_table = (char*)(first + (long long)e.slot * width) + at;
+      if (wide) whole(in_buffer, in_table);
+      else
+#pragma unroll 1
+        for (int b = 0; b < min(16, bytes - at); b += kNarrow) narrow(in_buffer + b, in_table + b);
     }
   }
   template <typename Wanted>
   __device__ __forceinline__ void fetch(T* buffer, const RowEntry* list, int rows, Wanted wanted) const {
     char* to = (char*)buffer;
-    if (wide) each_piece<16>(list, rows, wanted, [=](int at, char* p) { copy_async<16>(to + at, p); });
-    else each_piece<kNarrow>(list, rows, wanted, [=](int at, char* p) { copy_async<kNarrow>(to + at, p); });
+    each_piece(list, rows, wanted, [=](int at, char* p) { copy_async<16>(to + at, p); },
+               [=](int at, char* p) { copy_async<kNarrow>(to + at, p); });
   }
   template <typename Wanted>
   __device__ __forceinline__ void put_back(const T* buffer, const RowEntry* list, int rows, Wanted wanted) const {
     const char* from = (const char*)buffer;
-    if (wide) each_piece<16>(list, rows, wanted, [=](int at, char* p) { copy_back<16>(p, from + at); });
-    else each_piece<kNarrow>(list, rows, wanted, [=](int at, char* p) { copy_back<kNarrow>(p, from + at); });
+    each_piece(list, rows, wanted, [=](int at, char* p) { copy_back<16>(p, from + at); },
+               [=](int at, char* p) { copy_back<kNarrow>(p, from + at); });
   }
   // Copies the rows that the chunk just done and the next one share; came_from(e) is e's place in the former.
   template <typename CameFrom>

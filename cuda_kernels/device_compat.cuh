@@ -3,6 +3,7 @@
 //
 //   bf16, fp16                    16-bit floats as their bits; to_float(x), from_float<T>(f) round to nearest even
 //   add_rn(a, b)                  a sum that keeps numbers below 2^-126, which CuPy's -ftz=true turns into zeros
+//   fused(a, b, c)               a b + c, rounded once
 //   load_two, store_two           two neighbouring columns of a row as float2 (double2 for double): one access each
 //   dynamic_smem()                the block's dynamic shared memory, 128-byte aligned
 //   SmemCut, SmemRing             cut it into arrays; smem_bytes_for(bytes) is what one array takes
@@ -84,6 +85,8 @@ __device__ __forceinline__ unsigned bf16_pair_bits(float low, float high) {
 #endif
 
 __device__ __forceinline__ double add_rn(double a, double b) { return a + b; }
+__device__ __forceinline__ float fused(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double fused(double a, double b, double c) { return fma(a, b, c); }
 
 // ---- 16-bit floats: widening is exact, narrowing rounds to nearest even, a NaN becomes 0x7fff ----
 __device__ __forceinline__ float to_float(float x) { return x; }

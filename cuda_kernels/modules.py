@@ -34,6 +34,9 @@ def _instances() -> dict[str, tuple[str, ...]]:
     found["plan.cu"] = [f"{name}<256>" for name in ("plan_rows", "plan_chunks", "plan_links")]
     for name in ("product_key_topk_forward", "product_key_topk_backward"):
         found[f"{name}.cu"] = [f"{name}<{real}, 128>" for real in reals]
+    found["embedding_bag_forward.cu"] = [f"embedding_bag_forward<{real}>" for real in reals]
+    backward = ("embedding_bag_values_backward", "embedding_bag_weights_backward")
+    found["embedding_bag_backward.cu"] = [f"{name}<{real}>" for name in backward for real in reals]
     decays = [f"check_decays<{real}>" for real in reals]
     found["check_values.cu"] = ["check_slots", *decays, "check_offsets", "safe_offsets"]
     found["row_bandwidth.cu"] = [f"move_rows<{scatter}>" for scatter in rules]

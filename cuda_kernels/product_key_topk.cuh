@@ -64,14 +64,17 @@ struct Selector {
 __device__ __forceinline__ void find_digit(const int* bins, int want, int* result) {
   const int lane = threadIdx.x, each = kBins / 32, top = kBins - 1 - lane * each;
   int mine = 0;
+#pragma unroll 1
   for (int i = 0; i < each; ++i) mine += bins[top - i];
   int until = mine;  // counts of this lane's digits and all greater ones
+#pragma unroll 1
   for (int step = 1; step < 32; step *= 2) {
     const int below = __shfl_up_sync(0xffffffffu, until, step);
     if (lane >= step) until += below;
   }
   int before = until - mine;
   if (before >= want || until < want) return;
+#pragma unroll 1
   for (int d = top;; --d) {
     if (before + bins[d] >= want) {
       result[0] = d, result[1] = want - before, result[2] = bins[d];
@@ -89,12 +92,15 @@ __device__ __forceinline__ void choose(int count, int want, EntryAt entry, Entry
   constexpr int kKeyDigits = sizeof(Key), kDigits = kKeyDigits + 4;
   Selector<Key> s{0, 0, 0, 0};
   int left = want;
+#pragma unroll 1
   for (int digit = 0; digit < kDigits; ++digit) {
     const bool in_key = digit < kKeyDigits;
     const int shift = 8 * ((in_key ? kKeyDigits : kDigits) - 1 - digit);
+#pragma unroll 1
     for (int i = threadIdx.x; i < kBins; i += THREADS) bins[i] = 0;
     if (threadIdx.x == 0) taken = 0;
     __syncthreads();
+#pragma unroll 1
     for (int p = threadIdx.x; p < count; p += THREADS) {
       const Entry<Key> e = entry(p);
       if (s.agrees(e.key, e.low)) atomicAdd(&bins[(in_key ? (unsigned)(e.key >> shift) : e.low >> shift) & 255], 1);
@@ -109,6 +115,7 @@ __device__ __forceinline__ void choose(int count, int want, EntryAt entry, Entry
     left = found[1];
     if (left == found[2]) break;  // all that agree so far are wanted
   }
+#pragma unroll 1
   for (int p = threadIdx.x; p < count; p += THREADS) {
     const Entry<Key> e = entry(p);
     if (s.takes(e.key, e.low)) chosen[atomicAdd(&taken, 1)] = e;
@@ -120,6 +127,7 @@ __device__ __forceinline__ void choose(int count, int want, EntryAt entry, Entry
 template <int THREADS, typename Key>
 __device__ __forceinline__ void sort(Entry<Key>* entries, int count, bool by_slot) {
   const int size = power_of_two_from(count);
+#pragma unroll 1
   for (int i = count + threadIdx.x; i < size; i += THREADS) entries[i] = Entry<Key>{0, 0, 0};  // last in both orders
   block_sort<THREADS>(entries, size, [=](const Entry<Key>& a, const Entry<Key>& b) {
     return by_slot || a.key == b.key ? a.low > b.low : a.key > b.key;

@@ -35,6 +35,7 @@ struct TopK {
 
     __device__ __forceinline__ int row_of(int p) const {
       int low = 0, high = rows - 1;  // the last i with start[i] <= p
+#pragma unroll 1
       while (low < high) {
         const int middle = (low + high + 1) / 2;
         if (start[middle] <= p)
@@ -50,9 +51,11 @@ struct TopK {
   static __device__ __forceinline__ Stairs make_stairs(int* start, int rows, int columns, int k) {
     if (threadIdx.x < 32) {
       int before = 0;
+#pragma unroll 1
       for (int first = 0; first < rows; first += 32) {
         const int i = first + threadIdx.x, length = i < rows ? min(k / (i + 1), columns) : 0;
         int until = length;
+#pragma unroll 1
         for (int step = 1; step < 32; step *= 2) {
           const int below = __shfl_up_sync(0xffffffffu, until, step);
           if ((int)threadIdx.x >= step) until += below;
@@ -77,6 +80,7 @@ struct TopK {
   template <typename ValueAt>
   static __device__ __forceinline__ void write(const Entry<Key>* chosen, int count, ValueAt value, Value* values,
                                                int* slots) {
+#pragma unroll 1
     for (int r = threadIdx.x; r < count; r += THREADS) {
       values[r] = without_nan(value(chosen[r].place));
       slots[r] = chosen[r].slot();
@@ -112,6 +116,7 @@ struct TopK {
 
       const List a{list_values[all], list_slots[all], length}, b{list_values[1], list_slots[1], kept};
       const Stairs stairs = make_stairs(start, length, width, k);
+#pragma unroll 1
       for (int p = threadIdx.x; p < stairs.count; p += THREADS) {
         int i, j;
         keys[p] = order_key(pair_sum(stairs, a, b, p, &i, &j));

@@ -257,11 +257,14 @@ __global__ void __launch_bounds__(TILE * 4, 1) sparse_delta_backward(
   const auto s_scale = cut.ring<float>(2, logged * at_scale);
 
   if (tile.columns < TILE)  // columns that do not exist count as zeros in the sums over columns
+#pragma unroll 1
     for (int b = 0; b < 2; ++b) {
+#pragma unroll 1
       for (int i = threadIdx.x; i < row_budget * TILE; i += Block::kThreads) {
         store_one(s_m[b] + i, (real)0);
         s_g[b][i] = 0;
       }
+#pragma unroll 1
       for (int i = threadIdx.x; i < token_budget * TILE; i += Block::kThreads) s_target[b][i] = s_dy[b][i] = 0;
     }
 
@@ -274,22 +277,27 @@ __global__ void __launch_bounds__(TILE * 4, 1) sparse_delta_backward(
     const int pieces = code_bytes / 16, at_once = max(1, 32 / pieces), thread = threadIdx.x % 32;
     const long long offset = (long long)tile.column0 * log_bits(storage, sizeof(State)) / 8;
     const int bytes = (int)min((long long)code_bytes, log.pitch - offset);
+#pragma unroll 1
     for (int w0 = 0; w0 < writes; w0 += 32) {
       const int mine = w0 + thread < writes ? log_place[token * writes + w0 + thread] : -1;
       if ((storage == kFp8 || storage == kInt4) && mine >= 0)
+#pragma unroll 1
         for (int s = 0; s < kScales && tile.column0 + s * kScaled < width; ++s)
           async_copy_4(s_scale[buffer] + i * at_scale + (w0 + thread) * kScales + s,
                        log.scale_of(mine, tile.column0 + s * kScaled));
+#pragma unroll 1
       for (int j = 0; j < 32; j += at_once) {
         const int row = j + thread / pieces % at_once, place = __shfl_sync(0xffffffffu, mine, row);
         if (place < 0) continue;
         unsigned char* to = s_codes[buffer] + (i * writes + w0 + row) * code_bytes;
         const unsigned char* from = log.rows + place * log.pitch + offset;
+#pragma unroll 1
         for (int at = thread % pieces * 16; at < bytes; at += 32 * 16) async_copy_16(to + at, from + at);
       }
     }
   };
   auto fetch_tokens = [&](int begin, int end, int buffer) {  // a token by each warp
+#pragma unroll 1
     for (int t = begin + (int)threadIdx.x / 32; t < end; t += Block::kWarps) {
       const int i = t - begin;
       const long long token = lane.token(t);
@@ -314,6 +322,7 @@ __global__ void __launch_bounds__(TILE * 4, 1) sparse_delta_backward(
   auto run = [&](int begin, int end, int rows_buffer, int buffer) {
     undo.m = s_m[rows_buffer] + tile.column;
     undo.g = s_g[rows_buffer] + tile.column;
+#pragma unroll 1
     for (int t = end - 1; t >= begin; --t) {
       const int i = t - begin;
       StagedToken<real, two> x;

@@ -79,6 +79,7 @@ __global__ void __launch_bounds__(TILE * 4, 1) sparse_delta_forward(
     columns.fetch(buffers[buffer], list, count, [](RowEntry e) { return e.from == kNoPlace; });
   };
   auto fetch_tokens = [&](int begin, int end, int buffer) {  // a token by each warp
+#pragma unroll 1
     for (int t = begin + (int)threadIdx.x / 32; t < end; t += Block::kWarps) {
       const int i = t - begin;
       const long long token = lane.token(t);
@@ -100,6 +101,7 @@ __global__ void __launch_bounds__(TILE * 4, 1) sparse_delta_forward(
   };
   auto run = [&](int begin, int end, int rows_buffer, int buffer) {
     const StagedRows<State, TILE> staged_rows{buffers[rows_buffer] + tile.column};
+#pragma unroll 1
     for (int t = begin; t < end; ++t) {
       const int i = t - begin;
       Token<real, unsigned short> x;

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import arrays, rooms, validate
 from .errors import DtypeError, ShapeError, SlotError, ValueRangeError, message
-from .ops import host_backend
+from .ops import _FOREIGN, _backend, _device, _on_its_device, host_backend
 
 __all__ = ["embedding_bag", "embedding_bag_gradient", "idw_product_key_topk", "product_key_lookup"]
 
@@ -135,6 +135,7 @@ def product_key_lookup(queries: Any, keys: Any, k: int, *, backend: str | None =
     return _softmax(values, kind), slots
 
 
+@_on_its_device
 def embedding_bag(
     values: Any, slots: Any, weights: Any, *, sparse_gradient: bool = False, backend: str | None = None
 ) -> Any:
@@ -153,7 +154,7 @@ def embedding_bag(
         torch only: the gradient of `values` is a coalesced sparse tensor of the rows that were read, as sparse
         optimisers take it. Elsewhere use :func:`embedding_bag_gradient`.
     backend : str or None
-        The room: "cpu" (default), "reference".
+        The room: "cpu" (default), "reference"; "cuda" (default) for arrays on a GPU.
 
     Returns
     -------
@@ -173,14 +174,15 @@ def embedding_bag(
            [20.]])
     """
     op = "embedding_bag"
-    kind = arrays.common_kind(op, {"values": values, "slots": slots, "weights": weights})
-    if kind == "dlpack":
-        named = {"values": values, "slots": slots, "weights": weights}
-        values, slots, weights = (arrays.to_numpy(op, name, x) for name, x in named.items())
+    named, given = {"values": values, "slots": slots, "weights": weights}, values
+    kind = arrays.common_kind(op, named)
+    device = _device(op, kind, named)
+    if kind in _FOREIGN:
+        values, slots, weights = (arrays.to_room(op, name, x) for name, x in named.items())
     validate.check_shape(op, "values", values, (None, None), "[S, D]")
     _check_bag(op, slots, weights, "weights", tuple(slots.shape), "[..., k]")
     validate.check_dtype(op, "values", values, _TABLES)
-    name = host_backend(op, kind, backend)
+    name = _backend(op, device, backend)
     if kind == "torch":
         from . import torch_product_keys
 
@@ -189,17 +191,18 @@ def embedding_bag(
         expected, fix = "torch tensors", "use embedding_bag_gradient for NumPy arrays"
         raise ValueRangeError(message(op, "sparse_gradient", expected, f"{kind} arrays", fix))
     room = rooms.room(name, op)
-    arrays.to_numpy(op, "values", values)  # refuses what no room views
-    flat = check_bag_slots(op, arrays.to_numpy(op, "slots", slots), values.shape[0])
+    arrays.to_room(op, "values", values)  # refuses what no room views
+    flat = check_bag_slots(op, arrays.to_room(op, "slots", slots), values.shape[0])
     if kind == "tape":
         from .autograd import product_key_ops
 
         return product_key_ops.tape_embedding_bag(values, flat, slots.shape, weights, room)
     scale = arrays.to_float(weights, values.dtype).reshape(flat.shape)
     readings = room.embedding_bag_forward(arrays.plain(values, None), flat, scale)
-    return readings.reshape(*slots.shape[:-1], values.shape[1])
+    return arrays.like(given, kind, readings.reshape(*slots.shape[:-1], values.shape[1]))
 
 
+@_on_its_device
 def embedding_bag_gradient(
     dreadings: Any, slots: Any, weights: Any, num_slots: int, *, backend: str | None = None
 ) -> tuple[Any, Any]:
@@ -209,13 +212,13 @@ def embedding_bag_gradient(
 
     Parameters
     ----------
-    dreadings : NumPy array [..., D], float32 or float64
+    dreadings : NumPy or CuPy array [..., D], float32 or float64
     slots : int32 or int64 array [..., k]
         In [0, num_slots).
     weights : array [..., k], float
     num_slots : int
     backend : str or None
-        The room: "cpu" (default), "reference".
+        The room: "cpu" (default), "reference"; "cuda" (default) for arrays on a GPU.
 
     Returns
     -------
@@ -238,10 +241,11 @@ def embedding_bag_gradient(
     op = "embedding_bag_gradient"
     named = {"dreadings": dreadings, "slots": slots, "weights": weights}
     kind = arrays.common_kind(op, named)
-    if kind not in ("numpy", "dlpack"):
-        expected, fix = "NumPy arrays", "use sparse_gradient=True for torch, .data for a tape Tensor"
+    if kind in ("torch", "tape"):
+        expected, fix = "NumPy or CuPy arrays", "use sparse_gradient=True for torch, .data for a tape Tensor"
         raise DtypeError(message(op, "dreadings", expected, f"{kind} arrays", fix))
-    dreadings, slots, weights = (arrays.to_numpy(op, name, x) for name, x in named.items())
+    device = _device(op, kind, named)
+    dreadings, slots, weights = (arrays.to_room(op, name, x) for name, x in named.items())
     num_slots = validate.whole_number(op, "num_slots", num_slots)
     if not 0 <= num_slots <= 2**31 - 1:
         got, fix = validate.count_text(num_slots), "pass the rows of the table"
@@ -250,7 +254,7 @@ def embedding_bag_gradient(
     _check_bag(op, slots, weights, "weights", tuple(slots.shape), "[..., k]")
     validate.check_shape(op, "dreadings", dreadings, (*slots.shape[:-1], None), "[..., D]")
     flat = check_bag_slots(op, slots, num_slots)
-    room = rooms.room(host_backend(op, kind, backend), op)
+    room = rooms.room(_backend(op, device, backend), op)
     upstream = arrays.plain(dreadings, None).reshape(len(flat), dreadings.shape[-1])
     return bag_rows(room, upstream, flat, arrays.to_float(weights, dreadings.dtype).reshape(flat.shape), num_slots)
 
@@ -293,10 +297,13 @@ def check_keys(op: str, keys: Any) -> None:
         raise ValueRangeError(message(op, "keys", "n * n below 2^31", f"n = {keys.shape[2]}", "use fewer sub-keys"))
 
 
-def check_bag_slots(op: str, slots: np.ndarray, num_slots: int) -> np.ndarray:
-    """Return the slots as flat rows [n, k] int32, or raise SlotError where one is outside [0, num_slots)."""
+def check_bag_slots(op: str, slots: Any, num_slots: int) -> Any:
+    """Return the slots as flat rows [n, k] int32, or raise SlotError where one is outside [0, num_slots).
+
+    Waits for the device of slots on a GPU.
+    """
     if slots.size and (slots.min() < 0 or slots.max() >= num_slots):
-        bad = slots[(slots < 0) | (slots >= num_slots)][0]
+        bad = int(slots[(slots < 0) | (slots >= num_slots)][0])
         raise SlotError(message(op, "slots", f"slots in [0, {num_slots})", str(bad), "check the table's size"))
     return arrays.plain(slots, np.int32).reshape(math.prod(slots.shape[:-1]), slots.shape[-1])
 

@@ -96,7 +96,7 @@ def _topk_gradient(ctx, dvalues, _dslots):
     (slots,) = ctx.saved_tensors
     if dvalues is None:
         return None, None, None, None
-    dscores = direct.call(product_key_topk_backward, dvalues, slots, ctx.widths, ctx.backend).to(ctx.dtype)
+    dscores = product_key_topk_backward(dvalues, slots, ctx.widths, ctx.backend).to(ctx.dtype)
     return dscores, None, None, None
 
 
@@ -256,9 +256,7 @@ def _delta_gradient(ctx, doutputs):
         dreadings = torch.zeros_like(call[0])
     wanted = [ctx.needs_input_grad[place] for place in _DIFFERENTIABLE]
     state = (ctx.state_shape, ctx.state_dtype)
-    gradients = iter(
-        direct.call(sparse_delta_rule_backward, *call, saved, dreadings, dfinal, *state, *ctx.options, wanted)
-    )
+    gradients = iter(sparse_delta_rule_backward(*call, saved, dreadings, dfinal, *state, *ctx.options, wanted))
     named = dict(zip(_DIFFERENTIABLE, wanted, strict=True))
     return tuple(next(gradients) if named.get(place) else None for place in range(len(_Delta._fields)))
 

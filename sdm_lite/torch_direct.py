@@ -49,7 +49,8 @@ def call(custom: Any, *operands: Any) -> Any:
 def _is_plain(operand: Any) -> bool:
     """Return whether an operand is no tensor, or one that is nothing beyond its numbers here."""
     if isinstance(operand, Tensor):
-        return type(operand) in _PLAIN and not (operand.requires_grad and torch.is_grad_enabled())
+        lazy = operand.is_neg() or operand.is_conj() or operand._is_zerotensor()  # numbers that are elsewhere
+        return type(operand) in _PLAIN and not lazy and not (operand.requires_grad and torch.is_grad_enabled())
     return not isinstance(operand, (list, tuple)) or all(map(_is_plain, operand))
 
 

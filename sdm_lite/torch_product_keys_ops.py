@@ -87,7 +87,7 @@ def _idw_setup(ctx, inputs, output):
 def _idw_gradient(ctx, dweights, *_):
     if dweights is None:
         return (None,) * 5
-    return (*direct.call(idw_product_key_topk_backward, dweights, *ctx.saved_tensors, ctx.backend), None, None, None)
+    return (*idw_product_key_topk_backward(dweights, *ctx.saved_tensors, ctx.backend), None, None, None)
 
 
 idw_product_key_topk.register_autograd(_idw_gradient, setup_context=_idw_setup)
@@ -98,14 +98,16 @@ idw_product_key_topk_backward.register_autograd(_no_second_derivative("idw_produ
 
 @direct.op(
     "sdm_lite::embedding_bag",
+    device_types=("cpu", "cuda"),
     schema="(Tensor values, Tensor slots, Tensor weights, bool sparse_gradient, str backend) -> Tensor",
 )
+@convert.borrowed
 def embedding_bag(values, slots, weights, sparse_gradient, backend):
     """Return the sums [..., D]; slots out of range raise."""
-    flat = check_bag_slots("embedding_bag", slots.detach().numpy(), values.shape[0])
+    flat = check_bag_slots("embedding_bag", convert.view(slots), values.shape[0])
     room = rooms.room(backend, "embedding_bag")
     readings = room.embedding_bag_forward(_array(values), flat, _array(weights).reshape(flat.shape))
-    return torch.from_numpy(readings).view(*slots.shape[:-1], values.shape[1])
+    return convert.from_room(readings).view(*slots.shape[:-1], values.shape[1])
 
 
 @embedding_bag.register_fake
@@ -121,12 +123,14 @@ def _flat_bag(dreadings: Tensor, slots: Tensor, weights: Tensor | None) -> tuple
 
 @direct.op(
     "sdm_lite::embedding_bag_backward",
+    device_types=("cpu", "cuda"),
     schema="(Tensor dreadings, Tensor slots, Tensor weights, SymInt num_slots, str backend) -> Tensor",
 )
+@convert.borrowed
 def embedding_bag_backward(dreadings, slots, weights, num_slots, backend):
     """Return the dense gradient of the values [S, D]."""
     room = rooms.room(backend, "embedding_bag")
-    return torch.from_numpy(room.embedding_bag_backward(*_flat_bag(dreadings, slots, weights), num_slots))
+    return convert.from_room(room.embedding_bag_backward(*_flat_bag(dreadings, slots, weights), num_slots))
 
 
 @embedding_bag_backward.register_fake
@@ -136,13 +140,15 @@ def _(dreadings, slots, weights, num_slots, backend):
 
 @direct.op(
     "sdm_lite::embedding_bag_rows",
+    device_types=("cpu", "cuda"),
     schema="(Tensor dreadings, Tensor slots, Tensor weights, SymInt num_slots, str backend) -> (Tensor, Tensor)",
 )
+@convert.borrowed
 def embedding_bag_rows(dreadings, slots, weights, num_slots, backend):
     """Return the gradient of the values as rows [U] int64, ascending, and their gradients [U, D]."""
     room = rooms.room(backend, "embedding_bag")
     rows, gradient = bag_rows(room, *_flat_bag(dreadings, slots, weights), num_slots)
-    return torch.from_numpy(rows).long(), torch.from_numpy(gradient)
+    return convert.from_room(rows).long(), convert.from_room(gradient)
 
 
 @embedding_bag_rows.register_fake
@@ -153,13 +159,15 @@ def _(dreadings, slots, weights, num_slots, backend):
 
 @direct.op(
     "sdm_lite::embedding_bag_weights_backward",
+    device_types=("cpu", "cuda"),
     schema="(Tensor dreadings, Tensor values, Tensor slots, str backend) -> Tensor",
 )
+@convert.borrowed
 def embedding_bag_weights_backward(dreadings, values, slots, backend):
     """Return the gradient of the weights, in the shape of the slots."""
     upstream, flat, _ = _flat_bag(dreadings, slots, None)
     room = rooms.room(backend, "embedding_bag")
-    return torch.from_numpy(room.embedding_bag_weights_backward(upstream, _array(values), flat)).view(slots.shape)
+    return convert.from_room(room.embedding_bag_weights_backward(upstream, _array(values), flat)).view(slots.shape)
 
 
 @embedding_bag_weights_backward.register_fake
@@ -180,13 +188,13 @@ def _bag_gradient(ctx, dreadings):
     if ctx.needs_input_grad[0]:
         call = (dreadings, slots, weights, ctx.num_slots, ctx.backend)
         if ctx.sparse:
-            rows, gradient = direct.call(embedding_bag_rows, *call)
+            rows, gradient = embedding_bag_rows(*call)
             size = (ctx.num_slots, dreadings.shape[-1])
             dvalues = torch.sparse_coo_tensor(rows[None], gradient, size, is_coalesced=True, check_invariants=False)
         else:
-            dvalues = direct.call(embedding_bag_backward, *call)
+            dvalues = embedding_bag_backward(*call)
     if ctx.needs_input_grad[2]:
-        dweights = direct.call(embedding_bag_weights_backward, dreadings, values, slots, ctx.backend)
+        dweights = embedding_bag_weights_backward(dreadings, values, slots, ctx.backend)
     return dvalues, None, dweights, None, None
 
 
@@ -305,7 +313,7 @@ def _stream_gradient(ctx, doutputs):
     tensors = ctx.saved_tensors
     num_slots = ctx.num_slots if ctx.needs_input_grad[5] else -1
     rest = (*ctx.counts, *ctx.options, ctx.keys_shape, num_slots, ctx.backend)
-    gradients = direct.call(fwpkm_backward, *tensors[:4], list(tensors[4:]), doutputs[0], *rest)
+    gradients = fwpkm_backward(*tensors[:4], list(tensors[4:]), doutputs[0], *rest)
     *floats, dkeys = gradients[:4]
     found = [*floats, None, dkeys, gradients[4] if num_slots >= 0 else None]
     wanted = [d if need else None for d, need in zip(found, ctx.needs_input_grad)]

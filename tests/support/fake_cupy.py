@@ -117,6 +117,8 @@ def _host(x):
 def _wrapped(function, owner=None):
     def call(*inputs, **options):
         result = function(*(_host(x) for x in inputs), **{name: _host(x) for name, x in options.items()})
+        if isinstance(result, tuple):
+            return tuple(Array(part, owner) for part in result)
         return Array(result, owner) if isinstance(result, (np.ndarray, np.generic)) else result
 
     return call
@@ -146,7 +148,7 @@ class _Function:
         )  # fmt: skip
 
 
-_SMALL = ("check_values.cu", "plan.cu")
+_SMALL = ("check_values.cu", "plan.cu", "embedding_bag_forward.cu", "embedding_bag_backward.cu")
 
 
 class RawModule:
