@@ -2,7 +2,8 @@
 
 The dispatcher costs a call some 0.1 ms in Python, several times what a kernel takes over one token. It is there for
 derivatives, for whoever looks at tensors on their way (tracing, modes, subclasses, transforms, the profiler), and to
-count what is written in place. Where no operand wants a derivative and nobody looks, an op is its body.
+count what is written in place. Where no operand wants a derivative and nobody looks, an op is its body. Backwards
+always go by the dispatcher: the gradients that torch hands them may be batched, or lazily negated.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def call(custom: Any, *operands: Any) -> Any:
 def _is_plain(operand: Any) -> bool:
     """Return whether an operand is no tensor, or one that is nothing beyond its numbers here."""
     if isinstance(operand, Tensor):
-        lazy = operand.is_neg() or operand.is_conj() or operand._is_zerotensor()  # numbers that are elsewhere
-        return type(operand) in _PLAIN and not lazy and not (operand.requires_grad and torch.is_grad_enabled())
+        plain = type(operand) in _PLAIN and not operand._is_zerotensor()
+        return plain and not (operand.requires_grad and torch.is_grad_enabled())
     return not isinstance(operand, (list, tuple)) or all(map(_is_plain, operand))
 
 

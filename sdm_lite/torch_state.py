@@ -61,7 +61,7 @@ def _plan(state: MemoryState, call: Sequence[Tensor], inputs: list[np.ndarray]) 
 
 def _again(state_dtype: str, call: Sequence[Tensor]) -> list[np.ndarray] | None:
     """Return the arrays of a call whose shapes and dtypes have passed the checks, or None where those see more."""
-    if not all([x.is_cpu and x.layout is torch.strided and not x.requires_grad for x in call]):
+    if not all([x.is_cpu and x.layout is torch.strided and not x.requires_grad and not x.is_neg() for x in call]):
         return None
     return _canonical(state_dtype, call)
 

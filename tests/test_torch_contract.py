@@ -184,3 +184,27 @@ def test_a_write_in_place_is_noticed_by_a_backward_that_saved_the_state():
     sdm_lite.sparse_delta_rule_(one, slots, one, -one[..., 0], one[..., 0], slots, one, state)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
+
+
+def test_gradients_that_torch_keeps_in_another_form():
+    table = torch.randn(10, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    slots, weights = torch.tensor([[1, 3], [2, 2]]), torch.ones(2, 2)
+    y = sdm_lite.embedding_bag(table, slots, weights)
+    one = torch.ones_like(y)
+    negated = torch.autograd.grad(y, table, torch.complex(one, -one).conj().imag, retain_graph=True)[0]  # a lazy minus
+    plain = torch.autograd.grad(y, table, one, retain_graph=True)[0]
+    assert torch.equal(negated, plain)
+    several = torch.autograd.grad(y, table, torch.stack([one, 2 * one]), is_grads_batched=True)[0]
+    assert torch.equal(several, torch.stack([plain, 2 * plain]))
+    zeros = sdm_lite.product_key_topk(torch._efficientzerotensor((2, 8)), 3)[0]
+    assert torch.equal(zeros, torch.zeros(2, 3))
+
+
+def test_a_repeated_step_refuses_a_lazy_minus():
+    slots, one, gate = torch.zeros(1, 1, 1, dtype=torch.int32), torch.ones(1, 1, 1), torch.zeros(1, 1)
+    state = sdm_lite.MemoryState(torch.zeros(1, 4, 1), 1)
+    state.step(one, slots, one, gate, gate + 1, slots, one)
+    before = state.dense().clone()
+    with pytest.raises(sdm_lite.SdmError, match="resolve_neg"):
+        state.step(torch.complex(one, one).conj().imag, slots, one, gate, gate + 1, slots, one)
+    assert torch.equal(state.dense(), before)
