@@ -132,7 +132,7 @@ def sparse_delta_rule(
         In the backward of a backward.
     """
     call = (values, write_slots, write_weights, log_decay, beta, read_slots, read_weights, cu_seqlens, initial_state)
-    _check_devices("sparse_delta_rule", _NAMES, call)
+    _check_devices("sparse_delta_rule", (*_NAMES[:-1], "initial_state"), call)
     # what the backward needs costs memory and time: nothing is saved where nobody will ask for it
     save = torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in call])
     options_flat = (options.rule, options.restore, options.restore_tau, options.snapshot_dtype)
@@ -208,8 +208,10 @@ def _check_devices(op: str, names: Sequence[str], tensors: Sequence[Tensor | Non
         return
     if away.device.type == "cuda" and rooms.backends()["cuda"] == "ready":
         wanted, fix = str(away.device), "move one of the two"
-    else:
+    elif away.device.type == "cuda":
         wanted, fix = "cpu", f"call .cpu(); the cuda room: {rooms.backends()['cuda']}"
+    else:
+        wanted, fix = "cpu", f"no room serves {away.device.type}: make the tensor on the CPU"
     for name, x in present.items():
         if str(x.device) != wanted:
             raise DeviceError(message(op, name, f"a tensor on {wanted}", f"this tensor is on {x.device}", fix))
