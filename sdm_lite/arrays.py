@@ -60,13 +60,16 @@ def common_kind(op: str, named: dict[str, Any]) -> str:
 
 def dtype_name(x: Any) -> str:
     """Return "float32", "bfloat16", "int64"...: the same word for every framework."""
-    return _word(x.dtype)
+    dtype = x.dtype
+    if isinstance(dtype, np.dtype):
+        return _numpy_name(dtype)
+    name = getattr(dtype, "name", None)
+    return name if isinstance(name, str) else str(dtype).rpartition(".")[2]
 
 
 @functools.lru_cache(maxsize=64)  # NumPy takes longer over a name than a kernel over a token
-def _word(dtype: Any) -> str:
-    name = getattr(dtype, "name", None)
-    return name if isinstance(name, str) else str(dtype).rpartition(".")[2]
+def _numpy_name(dtype: np.dtype) -> str:
+    return dtype.name
 
 
 def module_of(*arrays: Any) -> Any:
@@ -201,7 +204,7 @@ def from_float(x: Any, dtype: np.dtype) -> Any:
     """Return results of the compute dtype in the dtype of an input."""
     if dtype == x.dtype:
         return x
-    if _word(dtype) == "bfloat16":  # from ml_dtypes
+    if _numpy_name(dtype) == "bfloat16":  # from ml_dtypes
         return narrow_bf16(x).view(dtype)
     with np.errstate(over="ignore"):  # beyond float16's 65504 is inf, as torch has it
         return x.astype(dtype, copy=False)
