@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sdm_lite.cpu import memory
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -73,10 +75,8 @@ class Inputs:
         )
 
     def table(self) -> np.ndarray:
-        """Return a copy of the state that begins on a cache line, as torch's memory does and NumPy's does not."""
-        memory = np.empty(self.state.nbytes + 64, np.uint8)
-        begin = -memory.ctypes.data % 64
-        copy = memory[begin : begin + self.state.nbytes].view(self.state.dtype).reshape(self.state.shape)
+        """Return a copy of the state; a large one begins on a cache line, as in torch and not in NumPy."""
+        copy = memory.empty(self.state.shape, self.state.dtype)
         copy[...] = self.state
         return copy
 

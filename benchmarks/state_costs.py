@@ -17,6 +17,7 @@ import torch
 
 import sdm_lite
 
+from . import timing
 from .peers import row_limit
 from .shapes import Inputs, distinct_slots
 
@@ -123,11 +124,12 @@ def prefill(batch: int, num_slots: int = 57600, width: int = 960) -> tuple[float
     """Return the time of a prompt of PIECE tokens, and its ratio to the op's without gradients, in turn with it."""
     call = [np.repeat(x, batch, axis=0) for x in single("uniform", PIECE, num_slots, width)[0]]
     initial = np.random.default_rng(0).standard_normal((2, num_slots, width), dtype=np.float32)
-    op, extend = [], []
-    for _ in range(9):
-        op.append(seconds(lambda: sdm_lite.sparse_delta_rule(*call, initial), 1))
-        extend.append(seconds(lambda: sdm_lite.MemoryState(initial, batch).extend(*call), 1))
-    return float(np.median(extend)), float(np.median(np.divide(extend, op)))
+    candidates = {
+        "op": lambda: sdm_lite.sparse_delta_rule(*call, initial),
+        "extend": lambda: sdm_lite.MemoryState(initial, batch).extend(*call),
+    }
+    found = timing.interleave(candidates, rounds=9)
+    return found.median("extend"), found.ratio("extend", "op")
 
 
 def decode(batch: int, rounds: int = 30, tokens: int = 64) -> tuple[float, float, float]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import get_ctx
+from torch.library import custom_op, get_ctx
 
 from . import rooms, validate
 from . import torch_bridge_arrays as convert
@@ -65,8 +65,9 @@ def _(scores, k, widths, backend):
     return scores.new_empty(shape, dtype=sums), scores.new_empty(shape, dtype=torch.int32)
 
 
-@direct.op(
+@custom_op(
     "sdm_lite::product_key_topk_backward",
+    mutates_args=(),
     device_types=("cpu", "cuda"),
     schema="(Tensor dvalues, Tensor slots, SymInt[] widths, str backend) -> Tensor",
 )
@@ -206,8 +207,9 @@ class _DeltaBackward(NamedTuple):
     wanted: list[bool]
 
 
-@direct.op(
+@custom_op(
     "sdm_lite::sparse_delta_rule_backward",
+    mutates_args=(),
     device_types=("cpu", "cuda"),
     schema=f"({_CALL}, Tensor? cu_seqlens, Tensor[] saved, Tensor dreadings, Tensor? dfinal, SymInt[] state_shape,"
     f" ScalarType state_dtype, {_OPTIONS}, bool[] wanted) -> Tensor[]",

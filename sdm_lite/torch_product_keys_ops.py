@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import get_ctx
+from torch.library import custom_op, get_ctx
 
 from . import rooms
 from . import torch_bridge_arrays as convert
@@ -51,8 +51,10 @@ def _(queries, keys, k, epsilon, backend):
     return queries.new_empty(shape), slots, columns, queries.new_empty(near)
 
 
-@direct.op(
+@custom_op(
     "sdm_lite::idw_product_key_topk_backward",
+    mutates_args=(),
+    device_types="cpu",
     schema="(Tensor dweights, Tensor queries, Tensor keys, Tensor weights, Tensor slots, Tensor columns,"
     " Tensor distances, str backend) -> (Tensor, Tensor)",
 )
@@ -121,8 +123,9 @@ def _flat_bag(dreadings: Tensor, slots: Tensor, weights: Tensor | None) -> tuple
     return upstream, flat, None if weights is None else _array(weights).reshape(flat.shape)
 
 
-@direct.op(
+@custom_op(
     "sdm_lite::embedding_bag_backward",
+    mutates_args=(),
     device_types=("cpu", "cuda"),
     schema="(Tensor dreadings, Tensor slots, Tensor weights, SymInt num_slots, str backend) -> Tensor",
 )
@@ -138,8 +141,9 @@ def _(dreadings, slots, weights, num_slots, backend):
     return dreadings.new_empty((num_slots, dreadings.shape[-1]))
 
 
-@direct.op(
+@custom_op(
     "sdm_lite::embedding_bag_rows",
+    mutates_args=(),
     device_types=("cpu", "cuda"),
     schema="(Tensor dreadings, Tensor slots, Tensor weights, SymInt num_slots, str backend) -> (Tensor, Tensor)",
 )
@@ -157,8 +161,9 @@ def _(dreadings, slots, weights, num_slots, backend):
     return slots.new_empty((count,), dtype=torch.int64), dreadings.new_empty((count, dreadings.shape[-1]))
 
 
-@direct.op(
+@custom_op(
     "sdm_lite::embedding_bag_weights_backward",
+    mutates_args=(),
     device_types=("cpu", "cuda"),
     schema="(Tensor dreadings, Tensor values, Tensor slots, str backend) -> Tensor",
 )
@@ -273,8 +278,10 @@ def _(*operands):
     return outputs + convert.fake_saved(x.values, context.new_dynamic_size) if x.save else outputs
 
 
-@direct.op(
+@custom_op(
     "sdm_lite::fwpkm_backward",
+    mutates_args=(),
+    device_types="cpu",
     schema="(Tensor queries, Tensor values, Tensor gates, Tensor mask, Tensor[] saved, Tensor dretrieved,"
     f" SymInt carried, SymInt fresh, {_OPTIONS}, SymInt[] keys_shape, SymInt num_slots, str backend) -> Tensor[]",
 )

@@ -107,7 +107,8 @@ def sparse_delta_forward(
                 for w in range(writes):
                     scaled[w] = alpha[w] * x.write_weights[token, w]
                 if codes is not None:  # a row's code looks at all of its columns
-                    fill_columns(begin, end, wide, narrow, row0, table, fill)
+                    for row in range(row0 + fill.first, row0 + known):
+                        copy_columns(table, row, source, fill.start + row_slots[row], begin, end, wide, narrow)
                     fill = Fill(source, source_start[lane], row_slots, known, known)
                     for w in range(writes):
                         if saved.log_place[token, w] >= 0:
@@ -195,17 +196,17 @@ def prefetch_rows(table, row0, slots, token, c, zero):
 
 
 @inlined
-def fill_columns(begin, end, wide, narrow, row0, table, fill):
-    """Fill columns [begin, end) of the rows that a token is the first to touch."""
+def copy_columns(table, row, source, from_row, begin, end, wide, narrow):
+    """Set table[row, begin:end] = source[from_row, begin:end]."""
     c = begin
     while c + BLOCK <= end:
-        _fill(c, wide, None, row0, table, fill)
+        store(table, row, c, load(source, from_row, c, wide, None), None)
         c += BLOCK
     while c + NARROW <= end:
-        _fill(c, narrow, None, row0, table, fill)
+        store(table, row, c, load(source, from_row, c, narrow, None), None)
         c += NARROW
     if c < end:
-        _fill(c, narrow, end - c, row0, table, fill)
+        store(table, row, c, load(source, from_row, c, narrow, end - c), end - c)
 
 
 @inlined

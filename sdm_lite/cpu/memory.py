@@ -13,8 +13,9 @@ import threading
 
 import numpy as np
 
+from .vector import CACHE_LINE
+
 _SMALLEST = 1 << 18  # bytes; below this malloc keeps the memory itself
-_LINE = 64  # bytes
 _STEP = 1 << 16  # sizes are rounded up to it, or to 1/16 of the size, so that nearly equal requests share
 
 
@@ -49,8 +50,8 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     if size < _SMALLEST:
         return np.empty(shape, dtype)
     step = max(_STEP, size >> 4)
-    memory = _take(-(-(size + _LINE) // step) * step)
-    start = -memory.ctypes.data % _LINE
+    memory = _take(-(-(size + CACHE_LINE) // step) * step)
+    start = -memory.ctypes.data % CACHE_LINE
     return np.asarray(_Block(memory))[start : start + size].view(dtype).reshape(shape)
 
 

@@ -27,14 +27,14 @@ from typing import NamedTuple
 import numpy as np
 
 from .compile import inlined, kernel
-from .vector import borrowed, prefetch, zeros
+from .vector import CACHE_LINE, borrowed, prefetch, zeros
 
 FREE, TOP = 0, 1  # places in `counters`
 LANE, SLOT, OLD, NEW = 0, 1, 2, 3  # columns of `changes`
 SUSPECT, FULL = -1, -2  # what resolve returns for values that need a closer look, and where there is no room
 RISING, NO_SLOTS, PADDING, OTHER = 1, 0, -1, -2  # kinds of a token's slots
 SMALLEST = 16  # places of the smallest table
-_LINE = 16  # int32 numbers of a cache line
+_LINE = CACHE_LINE // 4  # int32 numbers of a cache line
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
 
 

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .compile import inlined, kernel
-from .forward import BLOCK, NARROW, Tokens, borrow_saved, borrow_tokens, decays, token_columns
+from .forward import BLOCK, NARROW, Tokens, borrow_saved, borrow_tokens, copy_columns, decays, token_columns
 from .overlay import NEW, OLD, SLOT
-from .vector import borrowed, load, store, zeros
+from .vector import borrowed, zeros
 
 
 class Paged(NamedTuple):
@@ -70,7 +70,7 @@ def sparse_delta_paged(
                 if change < change_start[lane + 1] and changes[change, NEW] == place:
                     old = changes[change, OLD] if changes[change, OLD] >= 0 else -1 - changes[change, SLOT]
                     from_row = _offset(old, page_at, paged.page_bits, initial)
-                    _copy_columns(origin, write_rows[0, w], from_row, begin, end, wide, narrow)
+                    copy_columns(origin, write_rows[0, w], origin, from_row, begin, end, wide, narrow)
                     change += 1
             for r in range(read_places.shape[1]):
                 read_rows[0, r] = _offset(read_places[token, r], page_at, paged.page_bits, initial)
@@ -101,16 +101,3 @@ def _offset(place, page_at, page_bits, initial):
     if place >= 0:
         return page_at[place >> page_bits] + (place & ((1 << page_bits) - 1)) * width
     return initial_at + (first + (-1 - place) * step) * width
-
-
-@inlined
-def _copy_columns(origin, row, from_row, begin, end, wide, narrow):
-    c = begin
-    while c + BLOCK <= end:
-        store(origin, row, c, load(origin, from_row, c, wide, None), None)
-        c += BLOCK
-    while c + NARROW <= end:
-        store(origin, row, c, load(origin, from_row, c, narrow, None), None)
-        c += NARROW
-    if c < end:
-        store(origin, row, c, load(origin, from_row, c, narrow, end - c), end - c)

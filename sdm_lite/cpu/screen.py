@@ -23,9 +23,10 @@ from collections import namedtuple
 import numpy as np
 
 from . import pool
+from .addressing import keys_of
 from .compile import inlined, kernel
 from .forward import NARROW
-from .select import order_keys, threshold_of
+from .select import PAD, order_keys, threshold_of
 from .vector import (
     add,
     borrowed,
@@ -49,8 +50,7 @@ ROWS, GROUP = 48, 6  # tokens of a block, and of those in registers at once
 _LARGE, _SMALL = 1e30, 1e-20  # squares from here, and numbers up to here, are left out of the integers
 _LOST = 1e-30  # more than all that float32 may lose below its range
 _ROUNDING = 2.0**-18  # more than all roundings of a bound together, relative to its terms
-_LOWEST = np.iinfo(np.int32).min
-_MINUS_INFINITY = int(_LOWEST) - int(np.array(-np.inf, np.float32).view(np.int32))
+_LOWEST, _MINUS_INFINITY = keys_of(np.dtype(np.float32))
 
 #: keys by panels of NARROW: `words` [panels * steps, NARROW] int32 of two 16-bit integers each; the rest float32
 #: [panels, NARROW]: s_j, -|K_j|^2 / 2 rounded down and up, and upper bounds of |K_j| and |e_j|
@@ -89,7 +89,7 @@ def block_for(width: int, sub_keys: int, kept: int, rows: int) -> Block:
         np.empty((rows, panels * NARROW), np.float32),
         lows,
         lows.view(np.int32).reshape(-1),
-        np.empty(-(-groups // 32) * 32, np.int32),
+        np.empty(-(-groups // PAD) * PAD, np.int32),
         row,
         row.view(np.int32),
         np.zeros(2),

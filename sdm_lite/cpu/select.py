@@ -26,7 +26,7 @@ from .vector import borrowed
 Work = namedtuple("Work", "keys found few order ranks spare bins")
 
 #: scratch lengths are multiples of this: the lanes of a vector times the unrolling of the loops
-_PAD = 32
+PAD = 32
 #: up to this many entries, counting for each one the greater ones is faster than the radix sort
 _COUNTING_LIMIT = 192
 #: up to this many entries, that is also faster than a search for a threshold
@@ -41,7 +41,7 @@ _NEWS = 0.1
 
 @inlined
 def _padded(size):
-    return (size + _PAD - 1) // _PAD * _PAD
+    return (size + PAD - 1) // PAD * PAD
 
 
 @inlined
@@ -282,7 +282,7 @@ def to_rank_list(values, slots, length, lowest, work, list_values, list_slots):
 def scratch(dtype, widths, starts, k):
     """Return the arrays in which one thread works; `topk_rows` names their rows."""
     longest = max(*widths.tolist(), *np.diff(starts).tolist(), k, 256)  # 256: the bins of the radix sort
-    room = -(-(longest + 1) // _PAD) * _PAD
+    room = -(-(longest + 1) // PAD) * PAD
     floats = np.empty((7, room), dtype)
     bits = floats.view(f"i{floats.itemsize}")
     return floats, bits, np.empty((3, room), np.uint32), np.empty((4, room), np.int64), np.zeros((2 * widths.size, 2))
