@@ -41,7 +41,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	rm -rf $(TYPING) && mkdir -p $(TYPING)/sdm_lite
 	ln -s $(CURDIR)/sdm_lite/* $(CURDIR)/autograd $(CURDIR)/cuda_kernels $(TYPING)/sdm_lite/
-	cd $(TYPING) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
+	cd $(TYPING) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/build/mypy_cache
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

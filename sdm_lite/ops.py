@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -234,14 +235,8 @@ def sparse_delta_rule(
     """
     op = "sparse_delta_rule"
     given = (values, write_slots, write_weights, log_decay, beta, read_slots, read_weights, initial_state, cu_seqlens)
-    kind, device, call, initial_state, cu_seqlens = _opened(op, given)
-    validate.check_delta(op, *call, initial_state, cu_seqlens, in_place=False)
-    tau = validate.real_number(op, "restore_tau", restore_tau)
-    options = DeltaOptions(rule, restore, tau, snapshot_dtype, arrays.dtype_name(initial_state))
-    validate.check_options(op, options)
-    name = _backend(op, device, backend)
-    if len(call[3].shape) == 3:
-        call = (*call[:3], call[3][..., None], *call[4:])
+    choices = (rule, restore, restore_tau, snapshot_dtype, backend)
+    kind, call, initial_state, cu_seqlens, options, name = _opened(op, given, choices)
     if kind == "torch":
         from . import torch_bridge
 
@@ -251,7 +246,7 @@ def sparse_delta_rule(
     room = rooms.room(name, op)
     if kind == "tape":
         return _tape_delta(op, call, initial_state, cu_seqlens, options, check, output_final_state, room)
-    inputs = _canonical(op, call, initial_state, cu_seqlens, check)
+    inputs = _canonical(op, call, initial_state, cu_seqlens, check, room)
     bits = arrays.state_bits(initial_state)
     readings, final, _ = room.sparse_delta_forward(inputs, bits, options, final=output_final_state)
     if final is not None:
@@ -304,13 +299,8 @@ def sparse_delta_rule_(
     """
     op = "sparse_delta_rule_"
     given = (values, write_slots, write_weights, log_decay, beta, read_slots, read_weights, state, cu_seqlens)
-    kind, device, call, state, cu_seqlens = _opened(op, given)
-    validate.check_delta(op, *call, state, cu_seqlens, in_place=True)
-    options = DeltaOptions(rule=rule, state_dtype=arrays.dtype_name(state))
-    validate.check_options(op, options)
-    name = _backend(op, device, backend)
-    if len(call[3].shape) == 3:
-        call = (*call[:3], call[3][..., None], *call[4:])
+    choices = (rule, DeltaOptions.restore, DeltaOptions.restore_tau, None, backend)
+    kind, call, state, cu_seqlens, options, name = _opened(op, given, choices)
     if kind == "torch":
         from . import torch_bridge
 
@@ -322,7 +312,7 @@ def sparse_delta_rule_(
     check_writable(op, state)
     # an input that lies in the state would change under the kernel's hands
     apart = [x.copy() if arrays.module_of(x).may_share_memory(x, state) else x for x in call]
-    inputs = _canonical(op, apart, state, cu_seqlens, check)
+    inputs = _canonical(op, apart, state, cu_seqlens, check, room)
     readings = room.sparse_delta_update(inputs, arrays.state_bits(state), options)
     return arrays.like(given[0], kind, arrays.from_float(readings, call[0].dtype))
 
@@ -331,7 +321,7 @@ def check_writable(op: str, table: Any) -> None:
     """Raise ValueRangeError where a state cannot be written in place: read-only, or two cells at one address."""
     if not getattr(table.flags, "writeable", True):  # CuPy has no read-only arrays
         raise ValueRangeError(message(op, "state", "a writable array", "a read-only one", "pass a copy"))
-    if not table.size:
+    if not table.size or table.flags.c_contiguous:
         return
     axes = sorted((abs(stride), size) for stride, size in zip(table.strides, table.shape) if size > 1)
     reach = table.itemsize
@@ -347,8 +337,53 @@ def _state_name(op: str) -> str:
     return "state" if op.endswith("_") else "initial_state"
 
 
-def _opened(op: str, given: tuple) -> tuple[str, str, _Call, Any, Any]:
-    """Return a sparse delta call's kind, device, seven arrays, state and cu_seqlens; foreign arrays as views."""
+def _opened(op: str, given: tuple, choices: tuple) -> tuple[str, _Call, Any, Any, DeltaOptions, str]:
+    """Check a sparse delta call's metadata; return kind, seven arrays, state, cu_seqlens, options and room.
+
+    `given` holds nine arrays, of which foreign ones come back as views; `choices` those of :func:`_settled`.
+    """
+    plain = _plain_kind(given) if all([isinstance(x, (str, float, int, type(None))) for x in choices]) else None
+    if plain is not None:
+        kind, device = plain
+        metadata = tuple([arrays.Metadata(x.shape, x.dtype) for x in given[:8]])
+        options, room = _settled_before(op, device, (*metadata, None), *choices)
+    else:
+        kind, device, given = _viewed(op, given)
+        options, room = _settled(op, device, given, *choices)
+    v, ws, ww, g, b, rs, rw, state, cu_seqlens = given
+    return kind, (v, ws, ww, g if len(g.shape) == 4 else g[..., None], b, rs, rw), state, cu_seqlens, options, room
+
+
+def _settled(
+    op: str, device: str, call: tuple, rule: Any, restore: Any, restore_tau: Any, snapshot_dtype: Any, backend: Any
+) -> tuple[DeltaOptions, str]:
+    """Check nine arrays' metadata and the choices, and return options and room."""
+    validate.check_delta(op, *call, in_place=op.endswith("_"))
+    tau = validate.real_number(op, "restore_tau", restore_tau)
+    options = DeltaOptions(rule, restore, tau, snapshot_dtype, arrays.dtype_name(call[7]))
+    validate.check_options(op, options)
+    return options, _backend(op, device, backend)
+
+
+# a call repeats itself, and a token takes a kernel less time than its checks take: what passed once passes again
+_settled_before = functools.lru_cache(maxsize=256, typed=True)(_settled)
+
+
+def _plain_kind(given: tuple) -> tuple[str, str] | None:
+    """Return kind and device where the arrays' shapes and dtypes say all that there is to check, else None."""
+    kinds = {type(x) for x in given[:8]}
+    torch = sys.modules.get("torch")
+    if given[8] is not None or (torch is not None and torch.compiler.is_compiling()):
+        return None
+    if kinds == {np.ndarray}:
+        return "numpy", "cpu"
+    if torch is not None and kinds <= {torch.Tensor, torch.nn.Parameter} and not any([x.is_nested for x in given[:8]]):
+        return "torch", str(given[0].device)
+    return None
+
+
+def _viewed(op: str, given: tuple) -> tuple[str, str, tuple]:
+    """Return a sparse delta call's kind, its device, and its nine arrays, foreign ones as views."""
     named = dict(zip((*DeltaInputs._fields[:7], _state_name(op), "cu_seqlens"), given))
     if given[7] is None:
         letters = "[S, H, N, D]" if given[8] is not None else "[B, H, N, D]"
@@ -358,9 +393,8 @@ def _opened(op: str, given: tuple) -> tuple[str, str, _Call, Any, Any]:
     kind = arrays.common_kind(op, present)
     device = _device(op, kind, present)
     if kind in _FOREIGN:
-        named = {name: x if x is None else arrays.to_room(op, name, x) for name, x in named.items()}
-    v, ws, ww, g, b, rs, rw, state, cu_seqlens = named.values()
-    return kind, device, (v, ws, ww, g, b, rs, rw), state, cu_seqlens
+        given = tuple([x if x is None else arrays.to_room(op, name, x) for name, x in named.items()])
+    return kind, device, given
 
 
 def _device(op: str, kind: str, named: dict[str, Any]) -> str:
@@ -392,18 +426,18 @@ def host_backend(op: str, kind: str, backend: str | None) -> str:
     return _backend(op, "cpu", backend)
 
 
-def _canonical(op: str, call: Sequence, state: Any, cu_seqlens: Any, check: bool) -> DeltaInputs:
+def _canonical(op: str, call: Sequence, state: Any, cu_seqlens: Any, check: bool, room: Any) -> DeltaInputs:
     """Return the seven arrays as DeltaInputs (contiguous, int32 slots, floats in the compute dtype), checked."""
     table = arrays.to_room(op, _state_name(op), state)
     compute = np.dtype(np.float64 if table.dtype == np.float64 else np.float32)
-    named = {name: arrays.to_room(op, name, x) for name, x in zip(DeltaInputs._fields, call)}
-    ready = {
-        name: arrays.to_slots(x) if name.endswith("slots") else arrays.to_float(x, compute) for name, x in named.items()
-    }
+    views = [arrays.to_room(op, name, x) for name, x in zip(DeltaInputs._fields, call)]
     if cu_seqlens is not None:
         cu_seqlens = arrays.plain(arrays.to_room(op, "cu_seqlens", cu_seqlens), np.int64)
-    inputs = DeltaInputs(**ready, cu_seqlens=cu_seqlens)
-    validate.check_delta_values(op, inputs, table.shape[-2], check)
+    v, ws, ww, g, b, rs, rw = views
+    floats = [arrays.to_float(x, compute) for x in (v, ww, g, b, rw)]
+    v, ww, g, b, rw = floats
+    inputs = DeltaInputs(v, arrays.to_slots(ws), ww, g, b, arrays.to_slots(rs), rw, cu_seqlens)
+    validate.check_delta_values(op, inputs, table.shape[-2], check, room)
     return inputs
 
 
@@ -412,6 +446,6 @@ def _tape_delta(
 ) -> tuple[Any, Any]:
     from .autograd import Tensor, memory_ops
 
-    inputs = _canonical(op, call, state, cu_seqlens, check)
+    inputs = _canonical(op, call, state, cu_seqlens, check, room)
     mixed = inputs._replace(**{name: x for name, x in zip(DeltaInputs._fields, call) if isinstance(x, Tensor)})
     return memory_ops.tape_sparse_delta_rule(mixed, state, options, room, final)

@@ -10,6 +10,7 @@ Doors (the same names, parameters and defaults in every room; a test compares th
     product_key_topk_forward(scores [n, sum(widths)], widths, k) -> values [n, k], slots [n, k] int32
     product_key_topk_backward(dvalues [n, k], slots [n, k], widths) -> dscores [n, sum(widths)]
     hash_slots_forward(ids [n] int64, num_slots, k, seed) -> slots [n, k] int32
+    values_are_fine(inputs, num_slots) -> whether slots ascend in range and decays are <= 0; if not, it may be right yet
     sparse_delta_forward(inputs, state, options, *, save=False, final=False)
         -> readings [B, T, H, D], final_state or None, saved or None       state is left as it is
     sparse_delta_update(inputs, state, options) -> readings                state [S, H, N, D] in place

@@ -19,7 +19,7 @@ from . import torch_bridge_arrays as convert
 from . import torch_direct as direct
 from .arrays import module_of
 from .errors import SdmError, message
-from .rooms import DeltaOptions
+from .rooms import DeltaInputs, DeltaOptions
 
 _CALL = (
     "Tensor values, Tensor write_slots, Tensor write_weights, Tensor log_decay, Tensor beta, Tensor read_slots, "
@@ -163,8 +163,9 @@ def sparse_delta_rule(*operands):
     """Return the readings; where `final`, the final state; where `save`, the tensors that the backward needs."""
     x = _Delta(*operands)
     dtype = x.initial_state.dtype
-    inputs = _checked("sparse_delta_rule", operands[:7], x.cu_seqlens, x.initial_state, x.check)
-    readings, state, saved = rooms.room(x.backend, "sparse_delta_rule").sparse_delta_forward(
+    room = rooms.room(x.backend, "sparse_delta_rule")
+    inputs = _checked("sparse_delta_rule", operands[:7], x.cu_seqlens, x.initial_state, x.check, room)
+    readings, state, saved = room.sparse_delta_forward(
         inputs, convert.to_bits(x.initial_state), _options(dtype, *operands[10:14]), save=x.save, final=x.final
     )
     outputs = [convert.from_room(readings).to(x.values.dtype)]
@@ -294,12 +295,12 @@ class _DeltaUpdate(NamedTuple):
 def sparse_delta_rule_(*operands):
     """Update `state` in place and return the readings."""
     x = _DeltaUpdate(*operands)
-    inputs = _checked("sparse_delta_rule_", operands[:7], x.cu_seqlens, x.state, x.check)
+    room, options = rooms.room(x.backend, "sparse_delta_rule_"), _options(x.state.dtype, x.rule)
+    inputs = _checked("sparse_delta_rule_", operands[:7], x.cu_seqlens, x.state, x.check, room)
     table = convert.to_bits(x.state)
     # an input that lies in the state would change under the kernel's hands
     may_share = module_of(table).may_share_memory
     shared = {name: a.copy() for name, a in inputs._asdict().items() if a is not None and may_share(a, table)}
-    room, options = rooms.room(x.backend, "sparse_delta_rule_"), _options(x.state.dtype, x.rule)
     readings = room.sparse_delta_update(inputs._replace(**shared), table, options)
     return convert.from_room(readings).to(x.values.dtype)
 
@@ -310,10 +311,10 @@ def _(*operands):
     return values.new_empty(values.shape)
 
 
-def _checked(op: str, call: tuple, cu_seqlens: Tensor | None, state: Tensor, check: bool) -> rooms.DeltaInputs:
+def _checked(op: str, call: tuple, cu_seqlens: Tensor | None, state: Tensor, check: bool, room: Any) -> DeltaInputs:
     """Return the call in canonical form, its values checked."""
     inputs = convert.to_inputs(call, cu_seqlens, convert.compute_dtype(state.dtype))
-    validate.check_delta_values(op, inputs, state.shape[-2], check)
+    validate.check_delta_values(op, inputs, state.shape[-2], check, room)
     return inputs
 
 

@@ -17,6 +17,7 @@ DOORS = (
     "product_key_topk_forward",
     "product_key_topk_backward",
     "hash_slots_forward",
+    "values_are_fine",
     "sparse_delta_forward",
     "sparse_delta_update",
     "sparse_delta_backward",

@@ -11,7 +11,8 @@ from foreign import ForeignArray
 from refusals import ARGUMENTS, FLOAT_ARGUMENTS, KINDS, OPS, call_of, put, refuse, refuse_delta
 
 import sdm_lite
-from sdm_lite import BackendError, DeviceError, DtypeError, ShapeError, SlotError, ValueRangeError
+from sdm_lite import BackendError, DeviceError, DtypeError, ShapeError, SlotError, ValueRangeError, rooms
+from sdm_lite.rooms import DeltaInputs
 
 torch = pytest.importorskip("torch")
 
@@ -315,3 +316,35 @@ def test_unknown_backends_of_the_addressing(kind, backend):
     topk, hashed = (functools.partial(f, backend=backend) for f in (sdm_lite.product_key_topk, sdm_lite.hash_slots))
     refuse(lambda: topk(scores, 2), "product_key_topk", "backend", BackendError)
     refuse(lambda: hashed(ids, 4, 2), "hash_slots", "backend", BackendError)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_passed_once_lets_nothing_else_pass(kind):
+    """Checks of metadata that passed are not made again; equal to Python is not the same to an op."""
+    named = {key: KINDS[kind](x) for key, x in call_of().items()}
+    sdm_lite.sparse_delta_rule(*named.values(), restore_tau=1.0)
+    refuse_delta("functional", named, "restore_tau", DtypeError, restore_tau=True)
+    other = dict(named, beta=KINDS[kind](call_of(beta=lambda x: x.astype(np.float64))["beta"][:, :, :2]))
+    refuse_delta("functional", other, "beta", ShapeError)
+
+
+@pytest.mark.parametrize("decays", [1, 4])
+def test_rooms_agree_on_which_values_are_certainly_fine(decays):
+    rng = np.random.default_rng(0)
+    slots = np.sort(rng.permuted(np.tile(np.arange(9, dtype=np.int32), (2, 5, 3, 1)), axis=-1)[..., :4], axis=-1)
+    good = DeltaInputs(*np.zeros((7, 2, 5, 3, 1), np.float32))._replace(
+        write_slots=slots, read_slots=slots[..., :1], log_decay=-rng.random((2, 5, 3, decays), dtype=np.float32)
+    )
+    rooms_of = [rooms.room(name, "test") for name in ("reference", "cpu")]
+    assert [room.values_are_fine(good, 9) for room in rooms_of] == [True, True]
+    assert [room.values_are_fine(good._replace(write_slots=slots[..., :0]), 9) for room in rooms_of] == [True, True]
+    for name, number in [("write_slots", -1), ("write_slots", 9), ("read_slots", 9), ("log_decay", math.nan)] + [
+        ("read_slots", -(2**31)), ("log_decay", 1e-30), ("write_slots", 2**31 - 1)]:  # fmt: skip
+        for where in ((0, 0, 0, 0), (1, 4, 2, -1), (1, 2, 1, 0)):
+            bad = getattr(good, name).copy()
+            bad[where] = number
+            found = [room.values_are_fine(good._replace(**{name: bad}), 9) for room in rooms_of]
+            assert found == [False, False], (name, number, where)
+    twice = slots.copy()
+    twice[1, 0, 2, 2] = twice[1, 0, 2, 3]
+    assert [room.values_are_fine(good._replace(write_slots=twice), 9) for room in rooms_of] == [False, False]

@@ -10,6 +10,7 @@ from .bag import (
 from .key_step import distances_backward, key_step_backward, key_step_forward
 from .nearest import idw_product_key_topk_forward
 from .sparse_delta import sparse_delta_backward, sparse_delta_forward, sparse_delta_update
+from .values import values_are_fine
 
 __all__ = [
     "distances_backward",
@@ -27,6 +28,7 @@ __all__ = [
     "sparse_delta_forward",
     "sparse_delta_update",
     "unavailable",
+    "values_are_fine",
 ]
 
 

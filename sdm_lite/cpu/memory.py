@@ -35,9 +35,11 @@ _lock = threading.RLock()  # a collection of garbage may return a block while th
 class _Block:
     """Owns the memory of one array; whatever views it keeps it alive."""
 
-    def __init__(self, memory: np.ndarray):
+    def __init__(self, memory: np.ndarray, shape: tuple[int, ...], dtype: np.dtype):
         self.memory = memory
-        self.__array_interface__ = memory.__array_interface__
+        address = memory.__array_interface__["data"][0]
+        place = (address + -address % CACHE_LINE, False)
+        self.__array_interface__ = {"shape": shape, "typestr": dtype.str, "data": place, "version": 3}
 
     def __del__(self) -> None:
         if _lock is not None:  # None while the interpreter shuts down
@@ -46,13 +48,12 @@ class _Block:
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return an uninitialised C-contiguous array; a large one begins with a cache line, so that rows straddle fewer."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
     if size < _SMALLEST:
         return np.empty(shape, dtype)
     step = max(_STEP, size >> 4)
-    memory = _take(-(-(size + CACHE_LINE) // step) * step)
-    start = -memory.ctypes.data % CACHE_LINE
-    return np.asarray(_Block(memory))[start : start + size].view(dtype).reshape(shape)
+    return np.asarray(_Block(_take(-(-(size + CACHE_LINE) // step) * step), shape, dtype))
 
 
 class _Writable:
@@ -60,7 +61,7 @@ class _Writable:
 
     def __init__(self, array: np.ndarray):
         self.array = array
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
 
 
 def for_kernels(array: np.ndarray) -> np.ndarray:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .compile import inlined, kernel
+from .values import bad_slots
 from .vector import CACHE_LINE, borrowed, prefetch, zeros
 
 FREE, TOP = 0, 1  # places in `counters`
@@ -143,10 +144,7 @@ def _kind(slots, num_slots):
         return NO_SLOTS
     if slots[0] == -1:
         return PADDING if slots.max() == -1 and slots.min() == -1 else OTHER
-    good = slots[0] >= 0 and slots[count - 1] < num_slots
-    for i in range(1, count):
-        good = good and slots[i] > slots[i - 1]
-    return RISING if good else OTHER
+    return RISING if bad_slots(slots, num_slots) == 0 else OTHER
 
 
 @inlined

@@ -7,6 +7,7 @@ The *log plan* (spec section 6) says which overwritten rows are logged, from slo
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -36,10 +37,16 @@ class Lanes(NamedTuple):
 def make_lanes(batch: int, tokens: int, heads: int, cu_seqlens: np.ndarray | None, shared_state: bool) -> Lanes:
     """Return the lanes of a call, sequence by sequence and head by head."""
     if cu_seqlens is None:
-        start = np.arange(batch, dtype=np.int64) * tokens
-        count = np.full(batch, tokens, np.int64)
-    else:
-        start, count = cu_seqlens[:-1], np.diff(cu_seqlens)
+        return _equal_lanes(batch, tokens, heads, shared_state)
+    return _lanes(cu_seqlens[:-1], np.diff(cu_seqlens), heads, shared_state)
+
+
+@functools.lru_cache(maxsize=64)  # nobody writes into them
+def _equal_lanes(batch: int, tokens: int, heads: int, shared_state: bool) -> Lanes:
+    return _lanes(np.arange(batch, dtype=np.int64) * tokens, np.full(batch, tokens, np.int64), heads, shared_state)
+
+
+def _lanes(start: np.ndarray, count: np.ndarray, heads: int, shared_state: bool) -> Lanes:
     head = np.arange(heads, dtype=np.int64)
     first = (start[:, None] * heads + head).ravel()
     table = np.broadcast_to(head, (len(start), heads)).ravel() if shared_state else np.arange(len(first))

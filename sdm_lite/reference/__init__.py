@@ -7,7 +7,7 @@ from .bag import (
     embedding_bag_weights_backward,
     number_slots,
 )
-from .delta import sparse_delta_backward, sparse_delta_forward, sparse_delta_update
+from .delta import sparse_delta_backward, sparse_delta_forward, sparse_delta_update, values_are_fine
 from .nearest import distances_backward, idw_product_key_topk_forward, key_step_backward, key_step_forward
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "sparse_delta_forward",
     "sparse_delta_update",
     "unavailable",
+    "values_are_fine",
 ]
 
 

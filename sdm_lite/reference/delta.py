@@ -22,6 +22,14 @@ import numpy as np
 
 from ..rooms import SAVED_ARRAYS, DeltaGradients, DeltaInputs, DeltaOptions
 
+
+def values_are_fine(inputs: DeltaInputs, num_slots: int) -> bool:
+    """Return whether each token's slots ascend within [0, num_slots) and its log decays are <= 0."""
+    slots = [x for x in (inputs.write_slots, inputs.read_slots) if x.size]
+    inside = all(((x >= 0) & (x < num_slots)).all() and (np.diff(x, axis=-1) > 0).all() for x in slots)
+    return inside and bool((inputs.log_decay <= 0).all())
+
+
 # ---- one token: the equations ---------------------------------------------------------------------------------
 
 
