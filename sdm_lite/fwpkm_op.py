@@ -9,7 +9,7 @@ import numpy as np
 from . import arrays, rooms, validate
 from .errors import DeviceError, DtypeError, ValueRangeError, message
 from .fwpkm_stream import StreamCall, StreamOptions, stream_forward
-from .ops import host_backend
+from .placement import host_backend
 from .product_key_memory import check_epsilon, check_number
 
 __all__ = ["fwpkm"]

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import sys
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from . import arrays, rooms, validate
-from .errors import BackendError, DeviceError, DtypeError, ValueRangeError, message
+from .delta_call import SevenArrays, canonical, check_writable, opened
+from .errors import DtypeError, ValueRangeError, message
+from .placement import FOREIGN, backend_of, device_of, on_its_device
 from .rooms import DeltaInputs, DeltaOptions
 
 __all__ = ["hash_slots", "product_key_topk", "sparse_delta_rule", "sparse_delta_rule_"]
 
-_FOREIGN = ("dlpack", "cuda_array")  # kinds that are worked on as views
-_Call = tuple[Any, Any, Any, Any, Any, Any, Any]  # DeltaInputs without cu_seqlens
 
-
-def _on_its_device(op: Callable) -> Callable:
-    """Make an op work on the GPU of its first argument, whichever is current; torch's bridge does so for tensors."""
-
-    @functools.wraps(op)
-    def run(*args: Any, **options: Any) -> Any:
-        first = arrays.untaped(args[0] if args else next(iter(options.values()), None))
-        if arrays.module_of(first) is np:
-            return op(*args, **options)
-        with first.device:
-            return op(*args, **options)
-
-    return run
-
-
-@_on_its_device
+@on_its_device
 def product_key_topk(scores: Any, k: int, *, factors: Any = None, backend: str | None = None) -> tuple[Any, Any]:
     """Select the k best slots of a product of factors, exactly, without forming the N scores.
 
@@ -76,14 +58,14 @@ def product_key_topk(scores: Any, k: int, *, factors: Any = None, backend: str |
     """
     op = "product_key_topk"
     kind, given = arrays.kind_of(op, "scores", scores), scores
-    device = _device(op, kind, {"scores": scores})
-    if kind in _FOREIGN:
+    device = device_of(op, kind, {"scores": scores})
+    if kind in FOREIGN:
         scores = arrays.to_room(op, "scores", scores)
     validate.check_dtype(op, "scores", scores, arrays.FLOATS)
     if len(scores.shape) < 1:
         validate.check_shape(op, "scores", scores, (None,), "[..., columns]")
     widths = validate.factor_widths(op, scores.shape[-1], factors)
-    k, name = validate.check_topk(op, k, math.prod(widths)), _backend(op, device, backend)
+    k, name = validate.check_topk(op, k, math.prod(widths)), backend_of(op, device, backend)
     if kind == "torch":
         from . import torch_bridge
 
@@ -101,7 +83,7 @@ def product_key_topk(scores: Any, k: int, *, factors: Any = None, backend: str |
     return arrays.like(given, kind, values.reshape(shape)), arrays.like(given, kind, slots.reshape(shape))
 
 
-@_on_its_device
+@on_its_device
 def hash_slots(ids: Any, num_slots: int, k: int, *, seed: int = 0, backend: str | None = None) -> Any:
     """Draw k distinct slots from a seeded hash of each id: the control without content (spec section 2).
 
@@ -134,14 +116,14 @@ def hash_slots(ids: Any, num_slots: int, k: int, *, seed: int = 0, backend: str 
     """
     op = "hash_slots"
     kind, given = arrays.kind_of(op, "ids", ids), ids
-    device = _device(op, kind, {"ids": ids})
-    if kind in _FOREIGN:
+    device = device_of(op, kind, {"ids": ids})
+    if kind in FOREIGN:
         ids = arrays.to_room(op, "ids", ids)
     validate.check_dtype(op, "ids", ids, arrays.IDS)
     num_slots, seed = (validate.whole_number(op, name, n) for name, n in (("num_slots", num_slots), ("seed", seed)))
     if not 1 <= num_slots < 2**31:
         raise ValueRangeError(message(op, "num_slots", "1 to 2^31 - 1", str(num_slots), "pass the table's slots"))
-    k, name = validate.check_topk(op, k, num_slots, "lower k or raise num_slots"), _backend(op, device, backend)
+    k, name = validate.check_topk(op, k, num_slots, "lower k or raise num_slots"), backend_of(op, device, backend)
     if kind == "torch":
         from . import torch_bridge
 
@@ -152,7 +134,7 @@ def hash_slots(ids: Any, num_slots: int, k: int, *, seed: int = 0, backend: str 
     return arrays.like(given, kind, slots.reshape(*array.shape, k))
 
 
-@_on_its_device
+@on_its_device
 def sparse_delta_rule(
     values: Any,
     write_slots: Any,
@@ -236,7 +218,7 @@ def sparse_delta_rule(
     op = "sparse_delta_rule"
     given = (values, write_slots, write_weights, log_decay, beta, read_slots, read_weights, initial_state, cu_seqlens)
     choices = (rule, restore, restore_tau, snapshot_dtype, backend)
-    kind, call, initial_state, cu_seqlens, options, name = _opened(op, given, choices)
+    kind, call, initial_state, cu_seqlens, options, name = opened(op, given, choices)
     if kind == "torch":
         from . import torch_bridge
 
@@ -246,7 +228,7 @@ def sparse_delta_rule(
     room = rooms.room(name, op)
     if kind == "tape":
         return _tape_delta(op, call, initial_state, cu_seqlens, options, check, output_final_state, room)
-    inputs = _canonical(op, call, initial_state, cu_seqlens, check, room)
+    inputs = canonical(op, call, initial_state, cu_seqlens, check, room)
     bits = arrays.state_bits(initial_state)
     readings, final, _ = room.sparse_delta_forward(inputs, bits, options, final=output_final_state)
     if final is not None:
@@ -254,7 +236,7 @@ def sparse_delta_rule(
     return arrays.like(given[0], kind, arrays.from_float(readings, call[0].dtype)), final
 
 
-@_on_its_device
+@on_its_device
 def sparse_delta_rule_(
     values: Any,
     write_slots: Any,
@@ -300,7 +282,7 @@ def sparse_delta_rule_(
     op = "sparse_delta_rule_"
     given = (values, write_slots, write_weights, log_decay, beta, read_slots, read_weights, state, cu_seqlens)
     choices = (rule, DeltaOptions.restore, DeltaOptions.restore_tau, None, backend)
-    kind, call, state, cu_seqlens, options, name = _opened(op, given, choices)
+    kind, call, state, cu_seqlens, options, name = opened(op, given, choices)
     if kind == "torch":
         from . import torch_bridge
 
@@ -312,140 +294,16 @@ def sparse_delta_rule_(
     check_writable(op, state)
     # an input that lies in the state would change under the kernel's hands
     apart = [x.copy() if arrays.module_of(x).may_share_memory(x, state) else x for x in call]
-    inputs = _canonical(op, apart, state, cu_seqlens, check, room)
+    inputs = canonical(op, apart, state, cu_seqlens, check, room)
     readings = room.sparse_delta_update(inputs, arrays.state_bits(state), options)
     return arrays.like(given[0], kind, arrays.from_float(readings, call[0].dtype))
 
 
-def check_writable(op: str, table: Any) -> None:
-    """Raise ValueRangeError where a state cannot be written in place: read-only, or two cells at one address."""
-    if not getattr(table.flags, "writeable", True):  # CuPy has no read-only arrays
-        raise ValueRangeError(message(op, "state", "a writable array", "a read-only one", "pass a copy"))
-    if not table.size or table.flags.c_contiguous:
-        return
-    axes = sorted((abs(stride), size) for stride, size in zip(table.strides, table.shape) if size > 1)
-    reach = table.itemsize
-    for stride, size in axes:
-        if stride < reach:
-            raise ValueRangeError(
-                message(op, "state", "an array whose cells do not overlap", f"strides {table.strides}", "pass a copy")
-            )
-        reach = stride * size
-
-
-def _state_name(op: str) -> str:
-    return "state" if op.endswith("_") else "initial_state"
-
-
-def _opened(op: str, given: tuple, choices: tuple) -> tuple[str, _Call, Any, Any, DeltaOptions, str]:
-    """Check a sparse delta call's metadata; return kind, seven arrays, state, cu_seqlens, options and room.
-
-    `given` holds nine arrays, of which foreign ones come back as views; `choices` those of :func:`_settled`.
-    """
-    plain = _plain_kind(given) if all([isinstance(x, (str, float, int, type(None))) for x in choices]) else None
-    if plain is not None:
-        kind, device = plain
-        metadata = tuple([arrays.Metadata(x.shape, x.dtype) for x in given[:8]])
-        options, room = _settled_before(op, device, (*metadata, None), *choices)
-    else:
-        kind, device, given = _viewed(op, given)
-        options, room = _settled(op, device, given, *choices)
-    v, ws, ww, g, b, rs, rw, state, cu_seqlens = given
-    return kind, (v, ws, ww, g if len(g.shape) == 4 else g[..., None], b, rs, rw), state, cu_seqlens, options, room
-
-
-def _settled(
-    op: str, device: str, call: tuple, rule: Any, restore: Any, restore_tau: Any, snapshot_dtype: Any, backend: Any
-) -> tuple[DeltaOptions, str]:
-    """Check nine arrays' metadata and the choices, and return options and room."""
-    validate.check_delta(op, *call, in_place=op.endswith("_"))
-    tau = validate.real_number(op, "restore_tau", restore_tau)
-    options = DeltaOptions(rule, restore, tau, snapshot_dtype, arrays.dtype_name(call[7]))
-    validate.check_options(op, options)
-    return options, _backend(op, device, backend)
-
-
-# a call repeats itself, and a token takes a kernel less time than its checks take: what passed once passes again
-_settled_before = functools.lru_cache(maxsize=256, typed=True)(_settled)
-
-
-def _plain_kind(given: tuple) -> tuple[str, str] | None:
-    """Return kind and device where the arrays' shapes and dtypes say all that there is to check, else None."""
-    kinds = {type(x) for x in given[:8]}
-    torch = sys.modules.get("torch")
-    if given[8] is not None or (torch is not None and torch.compiler.is_compiling()):
-        return None
-    if kinds == {np.ndarray}:
-        return "numpy", "cpu"
-    if torch is not None and kinds <= {torch.Tensor, torch.nn.Parameter} and not any([x.is_nested for x in given[:8]]):
-        return "torch", str(given[0].device)
-    return None
-
-
-def _viewed(op: str, given: tuple) -> tuple[str, str, tuple]:
-    """Return a sparse delta call's kind, its device, and its nine arrays, foreign ones as views."""
-    named = dict(zip((*DeltaInputs._fields[:7], _state_name(op), "cu_seqlens"), given))
-    if given[7] is None:
-        letters = "[S, H, N, D]" if given[8] is not None else "[B, H, N, D]"
-        fix = f"pass zeros of shape {letters}: they say how many slots N there are"
-        raise DtypeError(message(op, _state_name(op), "an array", "None", fix))
-    present = {name: x for name, x in named.items() if name != "cu_seqlens" or x is not None}
-    kind = arrays.common_kind(op, present)
-    device = _device(op, kind, present)
-    if kind in _FOREIGN:
-        given = tuple([x if x is None else arrays.to_room(op, name, x) for name, x in named.items()])
-    return kind, device, given
-
-
-def _device(op: str, kind: str, named: dict[str, Any]) -> str:
-    """Return where a call's arrays lie; torch's bridge looks at the devices of tensors itself."""
-    if kind == "torch":
-        return str(next(iter(named.values())).device)
-    return arrays.common_device(op, named)
-
-
-def _backend(op: str, device: str, backend: str | None) -> str:
-    """Return the room of a call: the one asked for, which must serve the arrays' device, or the device's own."""
-    if not isinstance(backend, (str, type(None))):
-        raise BackendError(message(op, "backend", "a room's name or None", repr(backend), "see sdm_lite.backends()"))
-    own = "cuda" if device.startswith("cuda") else "cpu"
-    if backend is None or backend == own:
-        return own
-    if "cuda" in (backend, own) and backend in rooms.backends():
-        rooms.room(backend, op)  # a room that is not ready says so first
-        expected, got = f"arrays that the {backend} room serves", f"arrays on {device}"
-        raise DeviceError(message(op, "backend", expected, got, f"move the arrays, or name {own!r} or None"))
-    return backend
-
-
-def host_backend(op: str, kind: str, backend: str | None) -> str:
-    """Return the room of a call that no cuda room serves."""
-    if kind in ("cupy", "cuda_array"):
-        fix = "copy them to the CPU: no cuda room serves this"
-        raise DeviceError(message(op, "arrays", "arrays on the CPU", "arrays on a GPU", fix))
-    return _backend(op, "cpu", backend)
-
-
-def _canonical(op: str, call: Sequence, state: Any, cu_seqlens: Any, check: bool, room: Any) -> DeltaInputs:
-    """Return the seven arrays as DeltaInputs (contiguous, int32 slots, floats in the compute dtype), checked."""
-    table = arrays.to_room(op, _state_name(op), state)
-    compute = np.dtype(np.float64 if table.dtype == np.float64 else np.float32)
-    views = [arrays.to_room(op, name, x) for name, x in zip(DeltaInputs._fields, call)]
-    if cu_seqlens is not None:
-        cu_seqlens = arrays.plain(arrays.to_room(op, "cu_seqlens", cu_seqlens), np.int64)
-    v, ws, ww, g, b, rs, rw = views
-    floats = [arrays.to_float(x, compute) for x in (v, ww, g, b, rw)]
-    v, ww, g, b, rw = floats
-    inputs = DeltaInputs(v, arrays.to_slots(ws), ww, g, b, arrays.to_slots(rs), rw, cu_seqlens)
-    validate.check_delta_values(op, inputs, table.shape[-2], check, room)
-    return inputs
-
-
 def _tape_delta(
-    op: str, call: _Call, state: Any, cu_seqlens: Any, options: DeltaOptions, check: bool, final: bool, room: Any
+    op: str, call: SevenArrays, state: Any, cu_seqlens: Any, options: DeltaOptions, check: bool, final: bool, room: Any
 ) -> tuple[Any, Any]:
     from .autograd import Tensor, memory_ops
 
-    inputs = _canonical(op, call, state, cu_seqlens, check, room)
+    inputs = canonical(op, call, state, cu_seqlens, check, room)
     mixed = inputs._replace(**{name: x for name, x in zip(DeltaInputs._fields, call) if isinstance(x, Tensor)})
     return memory_ops.tape_sparse_delta_rule(mixed, state, options, room, final)

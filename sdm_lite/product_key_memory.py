@@ -9,7 +9,7 @@ import numpy as np
 
 from . import arrays, rooms, validate
 from .errors import DtypeError, ShapeError, SlotError, ValueRangeError, message
-from .ops import _FOREIGN, _backend, _device, _on_its_device, host_backend
+from .placement import FOREIGN, backend_of, device_of, host_backend, on_its_device
 
 __all__ = ["embedding_bag", "embedding_bag_gradient", "idw_product_key_topk", "product_key_lookup"]
 
@@ -135,7 +135,7 @@ def product_key_lookup(queries: Any, keys: Any, k: int, *, backend: str | None =
     return _softmax(values, kind), slots
 
 
-@_on_its_device
+@on_its_device
 def embedding_bag(
     values: Any, slots: Any, weights: Any, *, sparse_gradient: bool = False, backend: str | None = None
 ) -> Any:
@@ -176,13 +176,13 @@ def embedding_bag(
     op = "embedding_bag"
     named, given = {"values": values, "slots": slots, "weights": weights}, values
     kind = arrays.common_kind(op, named)
-    device = _device(op, kind, named)
-    if kind in _FOREIGN:
+    device = device_of(op, kind, named)
+    if kind in FOREIGN:
         values, slots, weights = (arrays.to_room(op, name, x) for name, x in named.items())
     validate.check_shape(op, "values", values, (None, None), "[S, D]")
     _check_bag(op, slots, weights, "weights", tuple(slots.shape), "[..., k]")
     validate.check_dtype(op, "values", values, _TABLES)
-    name = _backend(op, device, backend)
+    name = backend_of(op, device, backend)
     if kind == "torch":
         from . import torch_product_keys
 
@@ -202,7 +202,7 @@ def embedding_bag(
     return arrays.like(given, kind, readings.reshape(*slots.shape[:-1], values.shape[1]))
 
 
-@_on_its_device
+@on_its_device
 def embedding_bag_gradient(
     dreadings: Any, slots: Any, weights: Any, num_slots: int, *, backend: str | None = None
 ) -> tuple[Any, Any]:
@@ -244,7 +244,7 @@ def embedding_bag_gradient(
     if kind in ("torch", "tape"):
         expected, fix = "NumPy or CuPy arrays", "use sparse_gradient=True for torch, .data for a tape Tensor"
         raise DtypeError(message(op, "dreadings", expected, f"{kind} arrays", fix))
-    device = _device(op, kind, named)
+    device = device_of(op, kind, named)
     dreadings, slots, weights = (arrays.to_room(op, name, x) for name, x in named.items())
     num_slots = validate.whole_number(op, "num_slots", num_slots)
     if not 0 <= num_slots <= 2**31 - 1:
@@ -254,7 +254,7 @@ def embedding_bag_gradient(
     _check_bag(op, slots, weights, "weights", tuple(slots.shape), "[..., k]")
     validate.check_shape(op, "dreadings", dreadings, (*slots.shape[:-1], None), "[..., D]")
     flat = check_bag_slots(op, slots, num_slots)
-    room = rooms.room(_backend(op, device, backend), op)
+    room = rooms.room(backend_of(op, device, backend), op)
     upstream = arrays.plain(dreadings, None).reshape(len(flat), dreadings.shape[-1])
     return bag_rows(room, upstream, flat, arrays.to_float(weights, dreadings.dtype).reshape(flat.shape), num_slots)
 

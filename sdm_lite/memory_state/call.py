@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .. import arrays, ops, validate
+from .. import arrays, placement, validate
 from ..cpu import overlay
 from ..cpu.forward import Tokens
 from ..cpu.sparse_delta import sparse_delta_paged
@@ -50,7 +50,7 @@ def run(state: MemoryState, op: str, given: tuple, *, one_token: bool) -> Any:
             if inputs is not None:
                 return plan.give_back(advance(state, op, plan, inputs))
     kind = arrays.common_kind(op, dict(zip(NAMES, given)))
-    ops.host_backend(op, kind, None)  # refuses a device that no room serves
+    placement.host_backend(op, kind, None)  # refuses a device that no room serves
     if kind == "tape":
         raise DtypeError(message(op, "arrays", "NumPy arrays or tensors", "a tape Tensor", "pass .data"))
     if kind == "torch":

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays, ops, validate
+from .. import arrays, placement, validate
 from ..errors import DtypeError, ShapeError, ValueRangeError, message
 
 # as cpu/vector.py takes 16-bit floats
@@ -64,7 +64,7 @@ class Initial:
 
     def _open_array(self, op: str, initial: Any, dtype: Any) -> None:
         self.kind = arrays.kind_of(op, "initial", initial)
-        ops.host_backend(op, self.kind, None)  # refuses a device that no room serves
+        placement.host_backend(op, self.kind, None)  # refuses a device that no room serves
         if self.kind == "tape":
             raise DtypeError(message(op, "initial", "a NumPy array or a tensor", "a tape Tensor", "pass .data"))
         validate.check_dtype(op, "initial", initial, arrays.FLOATS)
