@@ -18,6 +18,14 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kernels_see_the_types_they_were_compiled_for():
+    """Hold every call of a kernel that goes past Numba's look at types to the types of the first."""
+    from sdm_lite.cpu.compile import SameTypes
+
+    SameTypes.looks_again = True
+
+
 @pytest.fixture
 def threads_at_any_size(monkeypatch):
     """Let the pool wake its threads for the small arrays of a test too."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import memory, pool
-from .compile import inlined, kernel
+from .compile import inlined, kernel, same_types
 from .forward import BLOCK, NARROW, weighted_rows
 from .vector import borrowed, fma, load, prefetch, splat, store, total, zeros
 
@@ -24,9 +24,10 @@ def embedding_bag_forward(values: np.ndarray, slots: np.ndarray, weights: np.nda
     """Return y [n, D]."""
     readings = memory.empty((len(slots), values.shape[1]), values.dtype)
     values, slots, weights = (memory.for_kernels(x) for x in (values, slots, weights))
+    kernel = same_types(_sum_rows, values.dtype)
 
     def job(lo: int, hi: int) -> None:
-        _sum_rows(lo, hi, values, slots, weights, readings)
+        kernel(lo, hi, values, slots, weights, readings)
 
     pool.run(len(slots), job, slots.size * values.shape[1])
     return readings

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import pathlib
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from numba import njit
 from numba.core import event
@@ -28,6 +30,40 @@ def kernel(function):
         return njit(**options)(function)
     _stamp_with_all_sources(dispatcher)
     return dispatcher
+
+
+class SameTypes:
+    """A kernel as one place calls it: with arguments that have the same types at every call.
+
+    Numba looks at the types of all arguments to find the compiled code, which takes several microseconds where they are
+    tuples of arrays: as long as a kernel over one token. Here it looks once.
+    """
+
+    looks_again = False  # True: every call is held to the first one's types (the tests do so)
+
+    def __init__(self, kernel: Any):
+        self._kernel = kernel
+        self._types: tuple = ()
+        self._code: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the kernel."""
+        if self._code is None:
+            types = self._types_of(arguments)
+            self._kernel.compile(types)
+            self._types, self._code = types, self._kernel.overloads[types].entry_point
+        elif self.looks_again and self._types_of(arguments) != self._types:
+            raise TypeError(f"{self._kernel.__name__}: {self._types_of(arguments)} after {self._types}")
+        return self._code(*arguments)
+
+    def _types_of(self, arguments: tuple) -> tuple:
+        return tuple([self._kernel.typeof_pyval(x) for x in arguments])
+
+
+@functools.lru_cache(maxsize=256)
+def same_types(kernel: Any, *settled: Any) -> SameTypes:
+    """Return the kernel for arguments whose types follow from what is `settled`: dtypes, and what is None."""
+    return SameTypes(kernel)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..rooms import DeltaGradients, DeltaInputs, DeltaOptions
 from . import backward, forward, memory, overlay, paged, plan, pool, snapshot, tables
+from .compile import same_types
 from .forward import ROUND_BF16, ROUND_FP16, Saved, Tokens
 
 _ROUNDING = {"bfloat16": ROUND_BF16, "float16": ROUND_FP16}
@@ -76,9 +77,11 @@ def sparse_delta_paged(
     tile_columns, work = _tiles(x, batch * heads, snapshot.NATIVE)
     nothing = _nothing(width, x.write_slots.shape[1], x.values.dtype)
     per_slot, rounding = _PER_SLOT[options.rule], _ROUNDING.get(options.state_dtype)
+    whole_rows = memory_pages.origin.flags.c_contiguous  # so where D = 1
+    kernel = same_types(paged.sparse_delta_paged, x.values.dtype, options.state_dtype, per_slot, whole_rows)
 
     def job(lo: int, hi: int) -> None:
-        paged.sparse_delta_paged(
+        kernel(
             lo, hi, tile_columns, heads, tokens, num_slots, memory_pages, x, places, nothing, readings, per_slot,
             rounding,
         )  # fmt: skip
@@ -117,9 +120,10 @@ def sparse_delta_backward(
     dvalues = memory.empty(inputs.values.shape, inputs.values.dtype)
     flat_dreadings, flat_dvalues, per_slot = _flat(dreadings), _flat(dvalues), _PER_SLOT[options.rule]
     fresh = np.ones((max(1, -(-width // tile_columns)), len(rows)), np.bool_)
+    kernel = same_types(backward.sparse_delta_backward, table.dtype, per_slot, codes is None)
 
     def job(lo: int, hi: int) -> None:
-        backward.sparse_delta_backward(
+        kernel(
             lo, hi, tile_columns, group_columns, lanes.first, lanes.tokens, lanes.stride, row_start, rows, table, grad,
             fresh, dfinal is not None, x, kept, codes, storage, flat_dreadings, flat_dvalues, partials, per_slot,
         )  # fmt: skip
@@ -248,9 +252,10 @@ def _run_forward(
     tile_columns, work = _tiles(inputs, len(lanes.first), snapshot.NATIVE if codes is None else storage)
     x, flat_readings, per_slot = _tokens(inputs), _flat(readings), _PER_SLOT[options.rule]
     rounding = _ROUNDING.get(options.state_dtype)
+    kernel = same_types(forward.sparse_delta_forward, table.dtype, rounding, per_slot, codes is None)
 
     def job(lo: int, hi: int) -> None:
-        forward.sparse_delta_forward(
+        kernel(
             lo, hi, tile_columns, lanes.first, lanes.tokens, lanes.stride, row_start, table, *source, x, saved, codes,
             storage, flat_readings, per_slot, rounding,
         )  # fmt: skip

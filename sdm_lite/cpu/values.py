@@ -9,7 +9,7 @@ import numpy as np
 
 from ..rooms import DeltaInputs
 from . import memory, pool
-from .compile import inlined, kernel
+from .compile import inlined, kernel, same_types
 from .vector import borrowed
 
 _PER_NUMBER = 4  # slots that cost what a number moved costs
@@ -20,10 +20,11 @@ def values_are_fine(inputs: DeltaInputs, num_slots: int) -> bool:
     flat = [memory.for_kernels(x) for x in (inputs.write_slots, inputs.read_slots, inputs.log_decay)]
     tokens = inputs.beta.size
     writes, reads, decays = (x.reshape(tokens, x.shape[-1]) for x in flat)
-    bad = []
+    bad: list[int] = []
+    kernel = same_types(_count_bad, decays.dtype)
 
     def job(lo: int, hi: int) -> None:
-        bad.append(_count_bad(lo, hi, writes, reads, decays, num_slots))
+        bad.append(kernel(lo, hi, writes, reads, decays, num_slots))
 
     pool.run(tokens, job, sum(x.size for x in flat) // _PER_NUMBER)
     return not any(bad)

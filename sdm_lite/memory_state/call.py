@@ -15,6 +15,7 @@ import numpy as np
 
 from .. import arrays, placement, validate
 from ..cpu import overlay
+from ..cpu.compile import same_types
 from ..cpu.forward import Tokens
 from ..cpu.sparse_delta import sparse_delta_paged
 from ..errors import DtypeError, ShapeError, SlotError, message
@@ -177,9 +178,9 @@ def advance(state: MemoryState, op: str, plan: Plan, inputs: Sequence[np.ndarray
 def _resolve(state: MemoryState, op: str, plan: Plan, x: Tokens) -> int:
     """Check the values, find the tokens' rows, give out those for first writes and return how many those are."""
     (_, tokens, heads), num_slots, pool = plan.sizes, state._initial.shape[1], state._pool
-    check = True
+    check, resolve = True, same_types(overlay.resolve, x.log_decay.dtype)
     while True:
-        changed = overlay.resolve(
+        changed = resolve(
             heads, tokens, x.write_slots, x.read_slots, x.log_decay, num_slots, *state._index, pool.numbers,
             pool.clock, state._log.epoch, check, plan.places,
         )  # fmt: skip
