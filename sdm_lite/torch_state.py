@@ -54,7 +54,7 @@ def run(state: MemoryState, op: str, given: tuple[Tensor, ...], one_token: bool)
 
 def _plan(state: MemoryState, call: Sequence[Tensor], inputs: list[np.ndarray]) -> calls.Plan:
     """Return the plan of a call whose metadata have been checked, from its canonical arrays too."""
-    return calls.plan_of(inputs)._replace(
+    return calls.plan_of(state, inputs)._replace(
         canonical=functools.partial(_again, state.dtype), give_back=functools.partial(_give_back, call[0].dtype)
     )
 

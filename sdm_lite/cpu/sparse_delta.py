@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,34 +61,45 @@ def sparse_delta_update(inputs: DeltaInputs, state: np.ndarray, options: DeltaOp
     return readings
 
 
-def sparse_delta_paged(
-    x: Tokens,
-    sizes: tuple[int, int, int],
-    places: overlay.Places,
-    memory_pages: paged.Paged,
-    num_slots: int,
-    options: DeltaOptions,
-) -> np.ndarray:
-    """Return readings [n, D]; the rows that :func:`overlay.resolve` gave these tokens end as after the last one.
+class PagedCall(NamedTuple):
+    """What the shapes of a call on a copy-on-write memory settle: calls of one token come again and again."""
 
-    The n = B T H tokens of `sizes` lie flat, in arrays that Numba types like all others (arrays.plain).
-    """
-    batch, tokens, heads = sizes
-    width = x.values.shape[1]
-    readings = memory.empty(x.values.shape, x.values.dtype)
-    tile_columns, work = _tiles(x, batch * heads, snapshot.NATIVE)
+    sizes: tuple[int, int, int]  # B, T, H
+    tile_columns: int
+    jobs: int
+    work: int
+    nothing: Saved
+    per_slot: bool | None
+    rounding: int | None
+    kernel: Callable
+
+
+def paged_call(x: Tokens, sizes: tuple[int, int, int], pages: paged.Paged, options: DeltaOptions) -> PagedCall:
+    """Return what arrays like these settle; the n = B T H tokens lie flat, in arrays as arrays.plain has them."""
+    lanes, width = sizes[0] * sizes[2], x.values.shape[1]
+    tile_columns, work = _tiles(x, lanes, snapshot.NATIVE)
     nothing = _nothing(width, x.write_slots.shape[1], x.values.dtype)
-    per_slot, rounding = _PER_SLOT[options.rule], _ROUNDING.get(options.state_dtype)
-    whole_rows = memory_pages.origin.flags.c_contiguous  # so where D = 1
+    per_slot = _PER_SLOT[options.rule]
+    whole_rows = pages.origin.flags.c_contiguous  # so where D = 1
     kernel = same_types(paged.sparse_delta_paged, x.values.dtype, options.state_dtype, per_slot, whole_rows)
+    jobs = _jobs(lanes, width, tile_columns)
+    return PagedCall(sizes, tile_columns, jobs, work, nothing, per_slot, _ROUNDING.get(options.state_dtype), kernel)
+
+
+def sparse_delta_paged(
+    call: PagedCall, x: Tokens, places: overlay.Places, pages: paged.Paged, num_slots: int
+) -> np.ndarray:
+    """Return readings [n, D]; the rows that :func:`overlay.resolve` gave these tokens end as after the last one."""
+    readings = memory.empty(x.values.shape, x.values.dtype)
+    _, tokens, heads = call.sizes
 
     def job(lo: int, hi: int) -> None:
-        kernel(
-            lo, hi, tile_columns, heads, tokens, num_slots, memory_pages, x, places, nothing, readings, per_slot,
-            rounding,
+        call.kernel(
+            lo, hi, call.tile_columns, heads, tokens, num_slots, pages, x, places, call.nothing, readings,
+            call.per_slot, call.rounding,
         )  # fmt: skip
 
-    pool.run(_jobs(batch * heads, width, tile_columns), job, work)
+    pool.run(call.jobs, job, call.work)
     return readings
 
 

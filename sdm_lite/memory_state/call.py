@@ -17,7 +17,7 @@ from .. import arrays, placement, validate
 from ..cpu import overlay
 from ..cpu.compile import same_types
 from ..cpu.forward import Tokens
-from ..cpu.sparse_delta import sparse_delta_paged
+from ..cpu.sparse_delta import PagedCall, paged_call, sparse_delta_paged
 from ..errors import DtypeError, ShapeError, SlotError, message
 from ..rooms import DeltaInputs
 from .undo import Index
@@ -36,6 +36,8 @@ class Plan(NamedTuple):
     sizes: tuple[int, int, int]  # B, T, H
     flat: Sequence[tuple[int, ...]]  # shapes of the arrays with all tokens in one axis
     places: overlay.Places  # room that the calls use again
+    resolve: Callable
+    paged: PagedCall
     kind: type = type(None)  # of all seven arrays
     seen: tuple = ()  # their metadata, as `_seen` gives them
     canonical: Callable[[Sequence], Sequence[np.ndarray] | None] = list  # arrays for the kernels; None: check again
@@ -67,7 +69,7 @@ def run(state: MemoryState, op: str, given: tuple, *, one_token: bool) -> Any:
     def give_back(readings: np.ndarray) -> Any:
         return arrays.like(like, kind, arrays.from_float(readings, dtype))
 
-    plan = plan_of(inputs)._replace(canonical=canonical, give_back=give_back)
+    plan = plan_of(state, inputs)._replace(canonical=canonical, give_back=give_back)
     if kind == "numpy":
         keep(state, plan, np.ndarray, given, one_token)
     return give_back(advance(state, op, plan, inputs))
@@ -127,7 +129,7 @@ def _canonical(compute: np.dtype, call: Sequence[np.ndarray]) -> list[np.ndarray
     return [x if x.dtype == dtype and x.flags.carray else converted(x, dtype) for x, dtype in zip(call, dtypes)]
 
 
-def plan_of(inputs: Sequence[np.ndarray]) -> Plan:
+def plan_of(state: MemoryState, inputs: Sequence[np.ndarray]) -> Plan:
     """Return the plan of a call whose metadata have been checked, from its canonical arrays."""
     shape = inputs[0].shape
     batch, tokens, heads = (shape[0], 1, shape[1]) if len(shape) == 3 else shape[:3]
@@ -143,12 +145,18 @@ def plan_of(inputs: Sequence[np.ndarray]) -> Plan:
     )
     widths = (shape[-1], writes, writes, decays, None, reads, reads)
     flat = [(count,) if width is None else (count, width) for width in widths]
-    return Plan(shape, (batch, tokens, heads), flat, places)
+    sizes, x = (batch, tokens, heads), _flat(flat, inputs)
+    resolve = same_types(overlay.resolve, x.log_decay.dtype)
+    return Plan(shape, sizes, flat, places, resolve, paged_call(x, sizes, state._pool.paged(), state._options))
+
+
+def _flat(shapes: Sequence[tuple[int, ...]], inputs: Sequence[np.ndarray]) -> Tokens:
+    return Tokens(*[a.reshape(shape) for a, shape in zip(inputs, shapes)])
 
 
 def advance(state: MemoryState, op: str, plan: Plan, inputs: Sequence[np.ndarray]) -> np.ndarray:
     """Run the tokens of canonical arrays, whose values are not checked yet, and return the readings."""
-    x = Tokens(*[a.reshape(shape) for a, shape in zip(inputs, plan.flat)])
+    x = _flat(plan.flat, inputs)
     pool, places = state._pool, plan.places
     with state._alone(op):
         if plan.sizes[0] != state._batch:  # another thread may have changed it since the checks
@@ -164,9 +172,9 @@ def advance(state: MemoryState, op: str, plan: Plan, inputs: Sequence[np.ndarray
                 except BaseException:
                     overlay.undo(state._index.table, changes, pool.numbers)
                     raise
-            paged = pool.paged()
+            pages = pool.paged()
         try:
-            readings = sparse_delta_paged(x, plan.sizes, places, paged, state._initial.shape[1], state._options)
+            readings = sparse_delta_paged(plan.paged, x, places, pages, state._initial.shape[1])
         finally:
             if changes is not None:
                 with pool.lock:
@@ -178,9 +186,9 @@ def advance(state: MemoryState, op: str, plan: Plan, inputs: Sequence[np.ndarray
 def _resolve(state: MemoryState, op: str, plan: Plan, x: Tokens) -> int:
     """Check the values, find the tokens' rows, give out those for first writes and return how many those are."""
     (_, tokens, heads), num_slots, pool = plan.sizes, state._initial.shape[1], state._pool
-    check, resolve = True, same_types(overlay.resolve, x.log_decay.dtype)
+    check = True
     while True:
-        changed = resolve(
+        changed = plan.resolve(
             heads, tokens, x.write_slots, x.read_slots, x.log_decay, num_slots, *state._index, pool.numbers,
             pool.clock, state._log.epoch, check, plan.places,
         )  # fmt: skip
