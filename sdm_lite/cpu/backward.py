@@ -13,12 +13,17 @@ G is dL/dM. Per token and block of columns:
             M_prev[i] = logged row, or (M[i] - beta k_i v) / ((1 - beta k_i) alpha_i)
             dm_i = (1 - beta k_i) G[i];     dk_i = beta <G[i], d_i>;      the rest as above
 
-Shapes: table and grad [rows, D]; dreadings, dvalues [n, D]; partial sums over D as in Partials.
+Shapes: rows, table and grad [rows, D]; dreadings, dvalues [n, D]; partial sums over D as in Partials.
+Where a row is (M of the row, then G): `rows` holds M after the last token and stays as it is; the first write that is
+undone puts the row into `table`. G is zero before the row's first access (in reverse) and kept in `grad` from then on.
+Neither is stored at the row's last access, unless G is the state's gradient: nobody would ask for it. So a row that is
+touched once costs one read. No branch decides: a step loads and stores where its addresses point, which may be a row of
+zeros, or one that takes what is not wanted.
 Ownership: a job is (lane, tile of whole groups of columns), as in the forward.
 Order of sums over D: columns NARROW apart first, then NARROW lanes in a fixed tree, for each block; blocks of a group
 ascending; then groups ascending, either here (one tile) or by the caller (a partial per group): the same additions
 for any number of tiles.
-Bytes per token and lane: (4 W + 3 R) D itemsize, and D itemsize for each of dreadings, error, dvalues.
+Bytes per token and lane: at most (4 W + 3 R) D itemsize, and D itemsize for each of dreadings, error, dvalues.
 """
 
 from __future__ import annotations
@@ -45,6 +50,26 @@ from .snapshot import decode
 from .vector import borrowed, fma, load, mul, prefetch, splat, store, sub, total, zeros
 
 
+class Where(NamedTuple):
+    """Where the tables begin, in elements from `origin`."""
+
+    origin: np.ndarray  # [any, D], rows one element apart: a row's number is its address
+    rows: int  # [U, D]
+    table: int  # [U, D]
+    grad: int  # [U, D]
+    zero: int  # [D]
+    waste: int  # [L, D], for what nobody asks for; a lane's own, since threads would take its cache lines in turn
+
+
+class Accesses(NamedTuple):
+    """Addresses of a token's rows, int64 [1, W or R] each: M and G are loaded from one and stored to another."""
+
+    m_from: np.ndarray
+    m_to: np.ndarray
+    g_from: np.ndarray
+    g_to: np.ndarray
+
+
 class Partials(NamedTuple):
     """Sums over D by part: one part, or one for each group of columns where a lane has several tiles."""
 
@@ -54,19 +79,21 @@ class Partials(NamedTuple):
     dread_weights: np.ndarray  # [parts, n, R]
 
 
+TOUCHED, MOVED = 1, 2  # bits of a row's state
+
+
 @kernel
 def sparse_delta_backward(
-    lo, hi, tile_columns, group_columns, first, count, stride, row_start, rows, table, grad, fresh, grad_given, x,
+    lo, hi, tile_columns, group_columns, first, count, stride, row_start, where, state, known, keep, grad_given, x,
     saved, codes, storage, dreadings, dvalues, partials, per_slot,
 ):  # fmt: skip
     """Run jobs [lo, hi); job = lane * tiles + tile, a tile being `tile_columns` wide.
 
-    `rows` holds the table after the last token and stays as it is: a row is copied to `table` (and zeroed in `grad`
-    unless that is given) at its first touch, while fresh[tile, row] is set.
+    state[tile, row] is 0; `known` as in plan.known_rows; `keep` says that G is the state's gradient, to be stored.
     None for `codes` (the log's rows below float32) or `per_slot` leaves that branch out when compiling.
     """
-    x, saved = borrow_tokens(x), borrow_saved(saved)
-    rows, table, grad, fresh = borrowed(rows), borrowed(table), borrowed(grad), borrowed(fresh)
+    x, saved, origin = borrow_tokens(x), borrow_saved(saved), borrowed(where.origin)
+    state, known = borrowed(state), borrowed(known)
     dreadings, dvalues = borrowed(dreadings), borrowed(dvalues)
     partials = Partials(
         borrowed(partials.dwrite_weights),
@@ -74,20 +101,21 @@ def sparse_delta_backward(
         borrowed(partials.dbeta),
         borrowed(partials.dread_weights),
     )
-    width, writes, reads = table.shape[1], x.write_slots.shape[1], x.read_slots.shape[1]
+    width, writes, reads = dreadings.shape[1], x.write_slots.shape[1], x.read_slots.shape[1]
     tiles = (width + tile_columns - 1) // tile_columns
-    scratch = np.empty((6, max(writes, reads, BLOCK, 1)), table.dtype)
+    scratch = np.empty((6, max(writes, reads, BLOCK, 1)), dreadings.dtype)
     alpha, inverse = borrowed(scratch[0, :writes]), borrowed(scratch[1, :writes])
     dk, dq = borrowed(scratch[2, :writes]), borrowed(scratch[3, :reads])
     ddecay, dbeta = borrowed(scratch[4, : x.log_decay.shape[1]]), borrowed(scratch[5, :1])
     decoded_rows, pair = (
-        np.empty((0 if codes is None else writes, width), table.dtype),
-        np.empty((2, BLOCK), table.dtype),
+        np.empty((0 if codes is None else writes, width), dreadings.dtype),
+        np.empty((2, BLOCK), dreadings.dtype),
     )
-    new_rows = np.empty(writes + reads, np.int64)
-    first_touches = borrowed(new_rows)
     decoded, delta, pull = borrowed(decoded_rows), borrowed(pair[:1]), borrowed(pair[1:])
-    wide, narrow = zeros(table.dtype, BLOCK), zeros(table.dtype, NARROW)
+    addresses = np.empty((4, writes + reads), np.int64)
+    write = _views(addresses[:, :writes])
+    read = _views(addresses[:, writes:])
+    wide, narrow = zeros(dreadings.dtype, BLOCK), zeros(dreadings.dtype, NARROW)
     chunks = (longest(count, lo // tiles, hi // tiles) + CHUNK - 1) // CHUNK
     for t0 in range((chunks - 1) * CHUNK, -1, -CHUNK):
         for job in range(lo, hi):
@@ -99,14 +127,13 @@ def sparse_delta_backward(
                 token = first[lane] + t * stride
                 if t >= TOKENS_AHEAD:
                     prefetch_token(x, dreadings, token - TOKENS_AHEAD * stride, begin, tile_end, narrow)
-                touched = 0
-                for slots in (x.write_slots[token], x.read_slots[token]):
-                    for place in slots:
-                        row = row0 + place
-                        if fresh[job % tiles, row]:
-                            fresh[job % tiles, row] = False
-                            first_touches[touched] = row
-                            touched += 1
+                tables = (where.rows + row0 * width, where.table + row0 * width, where.grad + row0 * width)
+                waste = where.waste + lane * width
+                mine = state[job % tiles, row0 : row_start[lane + 1]]
+                _locate(x.read_slots[token], known[token, 1], mine, tables, where.zero, waste, width, keep, grad_given,
+                        0, read)  # fmt: skip
+                _locate(x.write_slots[token], known[token, 0], mine, tables, where.zero, waste, width, keep, grad_given,
+                        MOVED, write)  # fmt: skip
                 decays(x.log_decay, token, alpha)
                 _inverses(x, token, alpha, per_slot, inverse)
                 if codes is not None:
@@ -117,21 +144,21 @@ def sparse_delta_backward(
                     sums = _zero(dk, ddecay, dbeta, dq)
                     for c in range(c0, min(c0 + group_columns, tile_end), BLOCK):
                         n = min(BLOCK, tile_end - c)
-                        _fill(c, n, narrow, wide, first_touches[:touched], rows, table, grad, grad_given)
-                        _read(c, n, narrow, wide, row0, token, table, grad, x, dreadings, dq)
+                        _read(c, n, narrow, wide, token, origin, read, x, dreadings, dq)
                         if per_slot is None:
-                            _ddelta(c, n, narrow, wide, row0, token, grad, x, saved.error, dvalues, delta, pull, dbeta)
-                            _write_shared(c, n, narrow, wide, row0, token, table, grad, x, saved, decoded, delta, pull,
+                            _ddelta(c, n, narrow, wide, token, origin, write, x, saved.error, dvalues, delta, pull,
+                                    dbeta)  # fmt: skip
+                            _write_shared(c, n, narrow, wide, token, origin, write, x, saved, decoded, delta, pull,
                                           alpha, inverse, sums)  # fmt: skip
                         else:
-                            _write_per_slot(c, n, narrow, wide, row0, token, table, grad, x, saved, decoded, dvalues,
+                            _write_per_slot(c, n, narrow, wide, token, origin, write, x, saved, decoded, dvalues,
                                             alpha, inverse, sums)  # fmt: skip
                     part = 0 if tiles == 1 else c0 // group_columns
                     _put(partials.dwrite_weights[part, token], dk, tiles == 1 and c0 > 0)
                     _put(partials.dlog_decay[part, token], ddecay, tiles == 1 and c0 > 0)
                     _put(partials.dbeta[part, token], dbeta, tiles == 1 and c0 > 0)
                     _put(partials.dread_weights[part, token], dq, tiles == 1 and c0 > 0)
-    return scratch.size + decoded_rows.size + pair.size + new_rows.size  # keeps the scratch alive till here
+    return scratch.size + decoded_rows.size + pair.size + addresses.size  # keeps the scratch alive till here
 
 
 # Below, columns [c, c + n) of one block are walked NARROW at a time, the last step masked: a wider step would not leave
@@ -139,71 +166,75 @@ def sparse_delta_backward(
 
 
 @inlined
-def _fill(c, n, narrow, wide, first_touches, rows, table, grad, grad_given):
-    """Fill the block's columns of the rows touched for the first time, just before their use."""
-    last = len(first_touches) - 1
-    for j in range(len(first_touches)):
-        row = first_touches[j]
-        prefetch(rows, first_touches[min(j + AHEAD, last)], c, wide)
-        i = 0
-        while i + NARROW <= n:
-            _fill_step(c + i, None, narrow, row, rows, table, grad, grad_given)
-            i += NARROW
-        if i < n:
-            _fill_step(c + i, n - i, narrow, row, rows, table, grad, grad_given)
+def _views(addresses):
+    return Accesses(
+        borrowed(addresses[:1]), borrowed(addresses[1:2]), borrowed(addresses[2:3]), borrowed(addresses[3:])
+    )
 
 
 @inlined
-def _fill_step(c, n, zero, row, rows, table, grad, grad_given):
-    store(table, row, c, load(rows, row, c, zero, n), n)
-    if not grad_given:
-        store(grad, row, c, zero, n)
+def _locate(places, known, state, tables, zero, waste, width, keep, grad_given, moved, accesses):
+    """Set the addresses of a token's accesses to rows of one kind; a write (`moved`) puts its rows into the table.
+
+    Rows from `known` on are those that no earlier token touches, and no later access in this token's reverse.
+    """
+    rows, table, grad = tables
+    for i in range(len(places)):
+        place = np.int64(places[i])
+        seen, at = state[place], place * width
+        last = place >= known
+        accesses.m_from[0, i] = at + (table if seen & MOVED else rows)
+        accesses.m_to[0, i] = waste if last else at + table
+        accesses.g_from[0, i] = at + grad if seen or grad_given else zero
+        accesses.g_to[0, i] = waste if last and not keep else at + grad
+        state[place] = seen | TOUCHED | moved
 
 
 @inlined
-def _read(c, n, narrow, wide, row0, token, table, grad, x, dreadings, dq):
+def _read(c, n, narrow, wide, token, origin, at, x, dreadings, dq):
     """Take the reading back: G[r] += q_r dy and dq_r += <M[r], dy>."""
     last = x.read_slots.shape[1] - 1
     for r in range(x.read_slots.shape[1]):
-        ahead = row0 + x.read_slots[token, min(r + AHEAD, last)]
-        prefetch(table, ahead, c, wide)
-        prefetch(grad, ahead, c, wide)
-        row, weight = row0 + x.read_slots[token, r], splat(x.read_weights[token, r], narrow)
+        ahead = min(r + AHEAD, last)
+        prefetch(origin, at.m_from[0, ahead], c, wide)
+        prefetch(origin, at.g_to[0, ahead], c, wide)
+        row, weight = (at.m_from[0, r], at.g_from[0, r], at.g_to[0, r]), splat(x.read_weights[token, r], narrow)
         along = narrow
         i = 0
         while i + NARROW <= n:
-            along = _read_step(c + i, None, narrow, row, weight, token, table, grad, dreadings, along)
+            along = _read_step(c + i, None, narrow, row, weight, token, origin, dreadings, along)
             i += NARROW
         if i < n:
-            along = _read_step(c + i, n - i, narrow, row, weight, token, table, grad, dreadings, along)
+            along = _read_step(c + i, n - i, narrow, row, weight, token, origin, dreadings, along)
         dq[r] += total(along)
 
 
 @inlined
-def _read_step(c, n, zero, row, weight, token, table, grad, dreadings, along):
+def _read_step(c, n, zero, row, weight, token, origin, dreadings, along):
+    m_from, g_from, g_to = row
     dy = load(dreadings, token, c, zero, n)
-    store(grad, row, c, fma(weight, dy, load(grad, row, c, zero, n)), n)
-    return fma(load(table, row, c, zero, n), dy, along)
+    store(origin, g_to, c, fma(weight, dy, load(origin, g_from, c, zero, n)), n)
+    return fma(load(origin, m_from, c, zero, n), dy, along)
 
 
 @inlined
-def _ddelta(c, n, narrow, wide, row0, token, grad, x, error, dvalues, delta, pull, dbeta):
+def _ddelta(c, n, narrow, wide, token, origin, at, x, error, dvalues, delta, pull, dbeta):
     """Set dv, and in scratch delta = beta error and pull = -beta ddelta; add to dbeta."""
     if n == BLOCK:
-        dbeta[0] += _ddelta_step(0, c, None, wide, row0, token, grad, x, error, dvalues, delta, pull)
+        dbeta[0] += _ddelta_step(0, c, None, wide, token, origin, at, x, error, dvalues, delta, pull)
         return
     i = 0
     while i + NARROW <= n:
-        dbeta[0] += _ddelta_step(i, c + i, None, narrow, row0, token, grad, x, error, dvalues, delta, pull)
+        dbeta[0] += _ddelta_step(i, c + i, None, narrow, token, origin, at, x, error, dvalues, delta, pull)
         i += NARROW
     if i < n:
-        dbeta[0] += _ddelta_step(i, c + i, n - i, narrow, row0, token, grad, x, error, dvalues, delta, pull)
+        dbeta[0] += _ddelta_step(i, c + i, n - i, narrow, token, origin, at, x, error, dvalues, delta, pull)
 
 
 @inlined
-def _ddelta_step(i, c, n, zero, row0, token, grad, x, errors, dvalues, delta, pull):
+def _ddelta_step(i, c, n, zero, token, origin, at, x, errors, dvalues, delta, pull):
     beta = x.beta[token]
-    ddelta = weighted_rows(grad, row0, x.write_slots, token, x.write_weights[token], c, zero, n)
+    ddelta = weighted_rows(origin, 0, at.g_from, 0, x.write_weights[token], c, zero, n)
     error = load(errors, token, c, zero, n)
     store(dvalues, token, c, mul(splat(beta, zero), ddelta), n)
     store(delta, np.int64(0), i, mul(splat(beta, zero), error), n)
@@ -213,26 +244,26 @@ def _ddelta_step(i, c, n, zero, row0, token, grad, x, errors, dvalues, delta, pu
 
 @inlined
 def _write_shared(
-    c, n, narrow, wide, row0, token, table, grad, x, saved, decoded, delta, pull, alpha, inverse, sums
+    c, n, narrow, wide, token, origin, at, x, saved, decoded, delta, pull, alpha, inverse, sums
 ):  # fmt: skip
     """Undo the write: rows back to M_prev, G through the decay and the residual; add to dk and dlog_decay."""
     dk, ddecay, dbeta, dq = sums
     last = x.write_slots.shape[1] - 1
     gate = narrow
     for w in range(x.write_slots.shape[1]):
-        prefetch(table, row0 + x.write_slots[token, min(w + AHEAD, last)], c, wide)
-        row, weight = row0 + x.write_slots[token, w], x.write_weights[token, w]
+        prefetch(origin, at.m_from[0, min(w + AHEAD, last)], c, wide)
+        row, weight = _access(at, w), x.write_weights[token, w]
         logged = saved.log_place[token, w] >= 0
         log, log_row = _log_row(saved, decoded, token, w)
         along = narrow
         i = 0
         while i + NARROW <= n:
             along, gate = _undo_shared(i, c + i, None, narrow, row, weight, alpha[w], inverse[w], logged, log, log_row,
-                                       table, grad, delta, pull, along, gate)  # fmt: skip
+                                       origin, delta, pull, along, gate)  # fmt: skip
             i += NARROW
         if i < n:
             along, gate = _undo_shared(i, c + i, n - i, narrow, row, weight, alpha[w], inverse[w], logged, log, log_row,
-                                       table, grad, delta, pull, along, gate)  # fmt: skip
+                                       origin, delta, pull, along, gate)  # fmt: skip
         dk[w] += total(along)
         if len(ddecay) > 1:
             ddecay[w] += total(gate)
@@ -243,23 +274,24 @@ def _write_shared(
 
 @inlined
 def _undo_shared(
-    i, c, n, zero, row, weight, alpha, inverse, logged, log, log_row, table, grad, deltas, pulls, along, gate
+    i, c, n, zero, row, weight, alpha, inverse, logged, log, log_row, origin, deltas, pulls, along, gate
 ):  # fmt: skip
+    m_from, m_to, g_from, g_to = row
     delta, pull = load(deltas, np.int64(0), i, zero, n), load(pulls, np.int64(0), i, zero, n)
     if logged:
         before = load(log, log_row, c, zero, n)
     else:
-        before = mul(fma(splat(-weight, zero), delta, load(table, row, c, zero, n)), splat(inverse, zero))
-    g = load(grad, row, c, zero, n)
+        before = mul(fma(splat(-weight, zero), delta, load(origin, m_from, c, zero, n)), splat(inverse, zero))
+    g = load(origin, g_from, c, zero, n)
     decayed = mul(splat(alpha, zero), before)
     dm = fma(splat(weight, zero), pull, g)
-    store(grad, row, c, mul(splat(alpha, zero), dm), n)
-    store(table, row, c, before, n)
+    store(origin, g_to, c, mul(splat(alpha, zero), dm), n)
+    store(origin, m_to, c, before, n)
     return fma(pull, decayed, fma(g, delta, along)), fma(dm, decayed, gate)
 
 
 @inlined
-def _write_per_slot(c, n, narrow, wide, row0, token, table, grad, x, saved, decoded, dvalues, alpha, inverse, sums):
+def _write_per_slot(c, n, narrow, wide, token, origin, at, x, saved, decoded, dvalues, alpha, inverse, sums):
     """Undo the writes of rule "per_slot", each by itself; set dv, add to dk, dbeta and dlog_decay."""
     dk, ddecay, dbeta, dq = sums
     last = x.write_slots.shape[1] - 1
@@ -267,19 +299,19 @@ def _write_per_slot(c, n, narrow, wide, row0, token, table, grad, x, saved, deco
     for i in range(c, c + n):
         dvalues[token, i] = 0.0
     for w in range(x.write_slots.shape[1]):
-        prefetch(table, row0 + x.write_slots[token, min(w + AHEAD, last)], c, wide)
-        row, step = row0 + x.write_slots[token, w], beta * x.write_weights[token, w]
+        prefetch(origin, at.m_from[0, min(w + AHEAD, last)], c, wide)
+        row, step = _access(at, w), beta * x.write_weights[token, w]
         logged = saved.log_place[token, w] >= 0
         log, log_row = _log_row(saved, decoded, token, w)
         along = narrow
         i = 0
         while i + NARROW <= n:
             along, gate = _undo_per_slot(c + i, None, narrow, row, step, alpha[w], inverse[w], logged, log, log_row,
-                                         table, grad, x.values, dvalues, token, along, gate)  # fmt: skip
+                                         origin, x.values, dvalues, token, along, gate)  # fmt: skip
             i += NARROW
         if i < n:
             along, gate = _undo_per_slot(c + i, n - i, narrow, row, step, alpha[w], inverse[w], logged, log, log_row,
-                                         table, grad, x.values, dvalues, token, along, gate)  # fmt: skip
+                                         origin, x.values, dvalues, token, along, gate)  # fmt: skip
         dstep = total(along)
         dk[w] += beta * dstep
         dbeta[0] += x.write_weights[token, w] * dstep
@@ -292,20 +324,26 @@ def _write_per_slot(c, n, narrow, wide, row0, token, table, grad, x, saved, deco
 
 @inlined
 def _undo_per_slot(
-    c, n, zero, row, step, alpha, inverse, logged, log, log_row, table, grad, values, dvalues, token, along, gate
+    c, n, zero, row, step, alpha, inverse, logged, log, log_row, origin, values, dvalues, token, along, gate
 ):  # fmt: skip
+    m_from, m_to, g_from, g_to = row
     value = load(values, token, c, zero, n)
     if logged:
         before = load(log, log_row, c, zero, n)
     else:
-        before = mul(fma(splat(-step, zero), value, load(table, row, c, zero, n)), splat(inverse, zero))
-    g = load(grad, row, c, zero, n)
+        before = mul(fma(splat(-step, zero), value, load(origin, m_from, c, zero, n)), splat(inverse, zero))
+    g = load(origin, g_from, c, zero, n)
     decayed = mul(splat(alpha, zero), before)
     dm = fma(splat(-step, zero), g, g)
     store(dvalues, token, c, fma(splat(step, zero), g, load(dvalues, token, c, zero, n)), n)
-    store(grad, row, c, mul(splat(alpha, zero), dm), n)
-    store(table, row, c, before, n)
+    store(origin, g_to, c, mul(splat(alpha, zero), dm), n)
+    store(origin, m_to, c, before, n)
     return fma(g, sub(value, decayed), along), fma(dm, decayed, gate)
+
+
+@inlined
+def _access(at, w):
+    return at.m_from[0, w], at.m_to[0, w], at.g_from[0, w], at.g_to[0, w]
 
 
 @inlined

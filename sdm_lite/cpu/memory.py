@@ -56,6 +56,23 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.asarray(_Block(_take(-(-(size + CACHE_LINE) // step) * step), shape, dtype))
 
 
+def origin(width: int, dtype: np.dtype) -> np.ndarray:
+    """Return rows of numbers that lie one element apart: to a kernel, row n is what lies n elements from here.
+
+    So one array, read and written by addresses (:func:`elements_to`), spans many.
+    """
+    dtype = np.dtype(dtype)
+    start = np.zeros(width + 1, dtype)
+    return np.lib.stride_tricks.as_strided(start, (2, width), (dtype.itemsize,) * 2)
+
+
+def elements_to(array: np.ndarray, start: np.ndarray) -> int:
+    """Return where an array begins, in elements from an origin."""
+    apart = array.__array_interface__["data"][0] - start.__array_interface__["data"][0]
+    assert apart % array.itemsize == 0, "arrays are aligned"
+    return apart // array.itemsize
+
+
 class _Writable:
     """Shows a read-only array's memory as writable, to a kernel that only reads it."""
 

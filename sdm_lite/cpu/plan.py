@@ -133,6 +133,32 @@ def _number(slots, places, token, known, mine, rows, bits):
     return rows
 
 
+def known_rows(write_places: np.ndarray, read_places: np.ndarray, lanes: Lanes) -> np.ndarray:
+    """Return int32 [n, 2]: how many of its lane's rows were touched before each token, and before its reads."""
+    known = np.empty((math.prod(write_places.shape[:-1]), 2), np.int32)
+    places = [_flat(memory.for_kernels(x)) for x in (write_places, read_places)]
+
+    def job(lo: int, hi: int) -> None:
+        _count_known(lo, hi, lanes.first, lanes.tokens, lanes.stride, *places, known)
+
+    run(len(lanes.first), job, (write_places.size + read_places.size) // 4)
+    return known
+
+
+@kernel
+def _count_known(lo, hi, first, count, stride, write_places, read_places, known):
+    for lane in range(lo, hi):
+        rows = np.int32(0)
+        for t in range(count[lane]):
+            token = first[lane] + t * stride
+            known[token, 0] = rows
+            for place in write_places[token]:
+                rows = max(rows, np.int32(place + 1))  # places are numbered by first touch
+            known[token, 1] = rows
+            for place in read_places[token]:
+                rows = max(rows, np.int32(place + 1))
+
+
 LOG_ALL = -1.0
 
 

@@ -118,27 +118,34 @@ def sparse_delta_backward(
     rows, row_start, row_slots, write_places, read_places, error, log, log_place = saved
     lanes = _lanes(inputs, state_shape is not None and len(state_shape) == 3)
     compact = plan.Compact(write_places, read_places, row_start, row_slots)
-    table, grad = memory.empty(rows.shape, rows.dtype), _first_gradient(rows, dfinal, compact, lanes)
+    rows, grad = memory.for_kernels(rows), _first_gradient(rows, dfinal, compact, lanes)
     inputs = inputs._replace(write_slots=write_places, read_slots=read_places)
     x = _tokens(inputs)
     storage = _storage(options)
     codes = None if storage == snapshot.NATIVE else log
-    kept = Saved(error, log if codes is None else table[:0], log_place)
+    kept = Saved(error, log if codes is None else rows[:0], log_place)
 
-    width = table.shape[1]
+    width = rows.shape[1]
     tile_columns, work = _tiles(inputs, len(lanes.first), storage)
     group_columns = forward.group_width(width)
     parts = 1 if tile_columns >= width else -(-width // group_columns)
-    partials = _partials(inputs, parts, table.dtype)
+    partials = _partials(inputs, parts, rows.dtype)
     dvalues = memory.empty(inputs.values.shape, inputs.values.dtype)
     flat_dreadings, flat_dvalues, per_slot = _flat(dreadings), _flat(dvalues), _PER_SLOT[options.rule]
-    fresh = np.ones((max(1, -(-width // tile_columns)), len(rows)), np.bool_)
-    kernel = same_types(backward.sparse_delta_backward, table.dtype, per_slot, codes is None)
+    table, spare = memory.empty(rows.shape, rows.dtype), np.zeros((1 + len(lanes.first), width), rows.dtype)
+    start = memory.origin(width, rows.dtype)
+    at = [memory.elements_to(array, start) for array in (rows, table, grad, spare[:1], spare[1:])]
+    where = backward.Where(start, *at)
+    state = np.zeros((max(1, -(-width // tile_columns)), len(rows)), np.uint8)
+    known = plan.known_rows(write_places, read_places, lanes)
+    keep = state_shape is not None
+    whole_rows = start.flags.c_contiguous  # so where D = 1
+    kernel = same_types(backward.sparse_delta_backward, rows.dtype, per_slot, codes is None, whole_rows)
 
     def job(lo: int, hi: int) -> None:
         kernel(
-            lo, hi, tile_columns, group_columns, lanes.first, lanes.tokens, lanes.stride, row_start, rows, table, grad,
-            fresh, dfinal is not None, x, kept, codes, storage, flat_dreadings, flat_dvalues, partials, per_slot,
+            lo, hi, tile_columns, group_columns, lanes.first, lanes.tokens, lanes.stride, row_start, where, state,
+            known, keep, dfinal is not None, x, kept, codes, storage, flat_dreadings, flat_dvalues, partials, per_slot,
         )  # fmt: skip
 
     pool.run(_jobs(len(lanes.first), width, tile_columns), job, work)

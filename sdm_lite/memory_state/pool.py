@@ -38,11 +38,9 @@ class RowPool:
         self.clock = 0
         self.lock = threading.Lock()
         self._dropped: collections.deque[tuple[np.ndarray, int]] = collections.deque()
-        # rows one element apart: to the kernels, which go by its address, row n is n elements from here (cpu/paged.py)
-        start = np.zeros(width + 1, self.storage)
-        self._origin = np.lib.stride_tricks.as_strided(start, (2, width), (self.storage.itemsize,) * 2)
+        self._origin = memory.origin(width, self.storage)
         self._rows = np.zeros(width, self.storage) if initial.bits is None else initial.bits  # kept alive
-        self._initial = (self._elements_to(self._rows), int(initial.bits is not None))
+        self._initial = (memory.elements_to(self._rows, self._origin), int(initial.bits is not None))
 
     def used_bytes(self) -> int:
         """Return the bytes of the rows that somebody holds."""
@@ -72,17 +70,12 @@ class RowPool:
             while len(self.pages) + count > len(self._page_at):  # a larger copy: a kernel may be reading the old one
                 self._page_at = np.concatenate([self._page_at, np.empty_like(self._page_at)])
             for page in block:
-                self._page_at[len(self.pages)] = self._elements_to(page)
+                self._page_at[len(self.pages)] = memory.elements_to(page, self._origin)
                 self.pages.append(page)
 
     def paged(self) -> Paged:
         """Return where the kernels find the rows of the pool and of the initial memory."""
         return Paged(self._origin, self._page_at, self.page_bits, *self._initial)
-
-    def _elements_to(self, array: np.ndarray) -> int:
-        apart = array.ctypes.data - self._origin.ctypes.data
-        assert apart % self.storage.itemsize == 0, "arrays are aligned"
-        return apart // self.storage.itemsize
 
     def hold(self, pairs: np.ndarray, column: int) -> None:
         """Count one more reference to each row in a column."""
