@@ -10,8 +10,9 @@ import numpy as np
 from . import arrays, fwpkm_files, rooms, validate
 from .alone import Alone
 from .errors import DtypeError, ShapeError, ValueRangeError, message
+from .fwpkm_chunks import StreamCall, StreamOptions, pairs_of, segments
 from .fwpkm_op import after_call, check_flag, check_options
-from .fwpkm_stream import StreamCall, StreamOptions, pairs_of, segments, stream_forward
+from .fwpkm_stream import stream_forward
 from .product_key_memory import check_keys
 from .row_table import RowTable
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import torch_direct as direct
 from . import torch_product_keys_ops as ops
 from . import validate
-from .fwpkm_stream import StreamCall, StreamOptions
+from .fwpkm_chunks import StreamCall, StreamOptions
 from .torch_bridge import _check_devices
 from .torch_bridge_arrays import compute_dtype, dtype_named
 

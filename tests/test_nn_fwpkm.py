@@ -30,6 +30,7 @@ OPTIONS = {
     "values_only": {"key_rate": 0.0},
     "ungated_writes": {"gated_writes": False},
     "detached": {"detach_every": 1},
+    "mse_to_keys": {"mse_to_keys": True, "pairs": "carry", "num_heads": 2},
 }
 
 

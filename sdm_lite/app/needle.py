@@ -58,7 +58,7 @@ class NeedleSettings:
     filler: int = 32
     dim: int = 64
     sub_keys: int = 16
-    steps: int = 300
+    steps: int = 600  # after 300, two of three seeds are still on their way
     batch: int = 8
     learning_rate: float = 1e-2
     warmup: int = 20

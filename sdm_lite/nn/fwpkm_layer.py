@@ -45,7 +45,7 @@ class FwPKM(nn.Module):
         Width of a head's query, both halves together: even.
     value_dim : int
         Width D of a row; all heads read one table.
-    chunk, lookahead, pairs, scale, value_rate, key_rate, epsilon, detach_every
+    chunk, lookahead, pairs, scale, value_rate, key_rate, epsilon, detach_every, mse_to_keys
         As in :func:`sdm_lite.fwpkm`.
     gated_writes : bool
         Weight each write by the token's gate; False (an ablation): by 1.
@@ -84,6 +84,7 @@ class FwPKM(nn.Module):
         key_rate: float = 1.0,
         epsilon: float = 1e-3,
         detach_every: int | None = None,
+        mse_to_keys: bool = False,
         gated_writes: bool = True,
         per_sequence: bool | None = None,
     ) -> None:
@@ -100,20 +101,11 @@ class FwPKM(nn.Module):
             ("chunk", chunk, lookahead + 1),
         ):
             check_size(_NAME, name, value, low)
-        check_options(_NAME, k, chunk, lookahead, pairs, scale, value_rate, key_rate, epsilon, detach_every)
+        rates = value_rate, key_rate, epsilon
+        options = check_options(_NAME, k, chunk, lookahead, pairs, scale, *rates, detach_every, mse_to_keys)
         self.dim, self.num_heads, self.k, self.num_slots = dim, num_heads, k, sub_keys**2
         self.gated_writes, self.per_sequence = gated_writes, per_sequence
-        self.options: dict[str, Any] = {
-            "k": k,
-            "chunk": chunk,
-            "lookahead": lookahead,
-            "pairs": pairs,
-            "scale": scale,
-            "value_rate": value_rate,
-            "key_rate": key_rate,
-            "epsilon": epsilon,
-            "detach_every": detach_every,
-        }
+        self.options: dict[str, Any] = {name: x for name, x in vars(options).items() if name != "update"}
         self.query_norm, self.value_norm, self.gate_norm = (nn.RMSNorm(dim, eps=1e-5) for _ in range(3))
         self.Wq = nn.Linear(dim, num_heads * key_dim)
         self.Wv = nn.Linear(dim, value_dim)
