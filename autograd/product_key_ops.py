@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from .. import rooms
+from ..fwpkm_chunks import StreamCall, StreamOptions
 from ..fwpkm_equations import distances_of_weights
-from ..fwpkm_stream import StreamCall, StreamOptions, dense_rows, stream_backward, stream_forward
+from ..fwpkm_stream import dense_rows, stream_backward, stream_forward
 from ..rooms import Lookup
 from . import shaping
 from .memory_ops import _canonical, _compute_dtype

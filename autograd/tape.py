@@ -1,20 +1,18 @@
-"""The tape: `Tensor`, `Function`, and the walk back through what was recorded.
+"""The tape: `Tensor` and `Function`.
 
 A forward call of a :class:`Function` computes on plain arrays. If one of its tensors wants a gradient, the call is
-kept as a `Node` with an `Edge` to the maker of each input; ``backward`` visits the nodes so that each comes after
-all its consumers, and asks each for the gradients of its inputs. Gradients are arrays, not tensors: there is no
-second derivative.
+kept as a node of a graph, through which ``backward`` walks (:mod:`sdm_lite.autograd.graph`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import types
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import DtypeError, ShapeError, ValueRangeError, message
+from .graph import Context, Edge, Node, walk
 from .modules import _is_float, _module_of
 
 _recording = threading.local()
@@ -38,39 +36,6 @@ def no_grad() -> Iterator[None]:
         yield
     finally:
         _recording.off = before
-
-
-class Context(types.SimpleNamespace):
-    """What a `Function` keeps from forward to backward: ``save(...)``, ``saved``, and free attributes.
-
-    ``needs`` says, for each positional argument of `apply`, whether its gradient is wanted.
-    """
-
-    def __init__(self, needs: tuple[bool, ...]):
-        super().__init__(needs=needs, saved=())
-
-    def save(self, *values: Any) -> None:
-        """Keep `values` for the backward, which finds them in ``saved``; they are kept, not copied."""
-        self.saved = values
-
-
-class Edge(NamedTuple):
-    """Where the gradient of one input goes: a leaf `Tensor`, or output `output` of an earlier `Node`."""
-
-    target: Any
-    output: int
-    shape: tuple[int, ...]
-    dtype: Any
-
-
-class Node:
-    """One recorded call."""
-
-    __slots__ = ("function", "ctx", "edges", "outputs")
-
-    def __init__(self, function: type[Function], ctx: Context, edges: list[Edge | None]):
-        self.function, self.ctx, self.edges = function, ctx, edges
-        self.outputs = 0
 
 
 class Function:
@@ -235,7 +200,7 @@ class Tensor:
         if gradient.shape != self.shape:
             fix = "give it the shape of the tensor"
             raise ShapeError(message("backward", "gradient", f"shape {self.shape}", f"shape {gradient.shape}", fix))
-        _walk(self._edge(), gradient)
+        walk(self._edge(), gradient)
 
     def _edge(self) -> Edge:
         return Edge(self._node or self, self._index, self.shape, self.dtype)
@@ -326,76 +291,6 @@ class Tensor:
 def as_tensor(x: Any) -> Tensor:
     """Return `x` itself if it is a tensor, else a constant tensor of it."""
     return x if isinstance(x, Tensor) else Tensor(x)
-
-
-def _walk(root: Edge, gradient: Any) -> None:
-    """Carry `gradient` from `root` to the leaves; nothing is added to them before all went well."""
-    arrived: dict[Any, dict[int, Any]] = {}
-    leaves: list[Tensor] = []
-    _arrive(arrived, leaves, root, gradient)
-    for node in _consumers_first(root.target):
-        if node not in arrived:
-            continue
-        mine = arrived.pop(node)
-        # C order, so that sums over a gradient run in the same order however the gradient was made
-        upstream = [None if mine.get(i) is None else _contiguous(mine[i]) for i in range(node.outputs)]
-        results = node.function.backward(node.ctx, *upstream)
-        results = results if isinstance(results, tuple) else (results,)
-        _check_results(node, results)
-        for edge, result in zip(node.edges, results, strict=True):
-            if edge is not None and result is not None:
-                _arrive(arrived, leaves, edge, result)
-    for leaf in leaves:
-        total = arrived[leaf][0]
-        # an own array: `total` may be a view of, or the same array as, the gradient of another tensor
-        xp = _module_of(total)
-        leaf.grad = xp.array(total, order="C") if leaf.grad is None else xp.asarray(leaf.grad + total)
-
-
-def _arrive(arrived: dict[Any, dict[int, Any]], leaves: list[Tensor], edge: Edge, gradient: Any) -> None:
-    """Add one contribution to what has arrived at the target of `edge`, in the dtype of that tensor."""
-    gradient = gradient.astype(edge.dtype, copy=False)
-    if edge.target not in arrived and isinstance(edge.target, Tensor):
-        leaves.append(edge.target)
-    slots = arrived.setdefault(edge.target, {})
-    # never in place: both may be views of one array
-    slots[edge.output] = slots[edge.output] + gradient if edge.output in slots else gradient
-
-
-def _contiguous(array: Any) -> Any:
-    return _module_of(array).asarray(array, order="C")
-
-
-def _check_results(node: Node, results: tuple[Any, ...]) -> None:
-    """Refuse gradients that do not fit the inputs; only a faulty `Function` gives such."""
-    name = f"{node.function.__name__}.backward"
-    if len(results) != len(node.edges):
-        expected, got = f"{len(node.edges)} gradients, one an argument", str(len(results))
-        raise ShapeError(message(name, "results", expected, got, "return None where there is no gradient"))
-    for i, (edge, result) in enumerate(zip(node.edges, results, strict=True)):
-        if edge is not None and result is not None and result.shape != edge.shape:
-            expected, got = f"shape {edge.shape}", f"shape {result.shape}"
-            raise ShapeError(message(name, f"gradient {i}", expected, got, "sum over the axes that were broadcast"))
-
-
-def _consumers_first(root: Any) -> list[Node]:
-    """Return the nodes below `root`, each after all that use its outputs (a loop: graphs may be deep)."""
-    if isinstance(root, Tensor):
-        return []
-    finished: list[Node] = []
-    seen = {root}
-    stack = [(root, iter(root.edges))]
-    while stack:
-        node, edges = stack[-1]
-        for edge in edges:
-            if edge is not None and isinstance(edge.target, Node) and edge.target not in seen:
-                seen.add(edge.target)
-                stack.append((edge.target, iter(edge.target.edges)))
-                break
-        else:
-            finished.append(node)
-            stack.pop()
-    return finished[::-1]
 
 
 from . import arithmetic, shaping  # noqa: E402  (they build on this module; the operators above are theirs)

@@ -131,3 +131,25 @@ def key_rates_backward(
     dchosen += at_columns(dmarginal, columns) / len(columns)
     dscores = chosen * (dchosen - (chosen * dchosen).sum(axis=-1, keepdims=True))
     return -(dscores + dr * chosen * centred) / distances
+
+
+def memory_rates(slopes: np.ndarray, found: Lookup, sub_keys: int, rate: float) -> np.ndarray:
+    """Return the rates [n, H, 2, c] that the values' loss L adds to the key step, from its slopes dL/dw [n, H, k].
+
+    dL/dscore = w (slopes - sum_b w_b slopes_b) for both columns of a slot,   rates = 2 rate dL/dscore / u
+    """
+    return -2 * rate * distances_of_weights(slopes, found, sub_keys)
+
+
+def memory_rates_backward(
+    drates: np.ndarray, slopes: np.ndarray, found: Lookup, sub_keys: int, rate: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (dslopes [n, H, k], dweights [n, H, k], du [n, H, 2, c]) from the gradient of `memory_rates`."""
+    over, weights = 2 * rate * drates / found.distances, found.weights
+    dscores = np.zeros_like(weights)  # of dL/dscore
+    for half, column in enumerate((found.slots // sub_keys, found.slots % sub_keys)):
+        chosen = found.columns[:, :, half, :, None] == column[:, :, None, :]  # [n, H, c, k]
+        dscores += np.where(chosen, over[:, :, half, :, None], 0).sum(axis=2)
+    mean, flow = ((weights * x).sum(axis=(1, 2), keepdims=True) for x in (slopes, dscores))
+    ddistances = -drates * memory_rates(slopes, found, sub_keys, rate) / found.distances
+    return weights * (dscores - flow), dscores * (slopes - mean) - slopes * flow, ddistances

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from .errors import FileFormatError, message
+from .fwpkm_chunks import StreamCall, StreamOptions
 from .fwpkm_op import check_flag, check_in_dtype, check_options
-from .fwpkm_stream import StreamCall, StreamOptions
 from .product_key_memory import check_keys
 from .row_table import RowTable
 from .validate import check_topk, whole_number

@@ -8,7 +8,8 @@ import numpy as np
 
 from . import arrays, rooms, validate
 from .errors import DeviceError, DtypeError, ValueRangeError, message
-from .fwpkm_stream import StreamCall, StreamOptions, stream_forward
+from .fwpkm_chunks import StreamCall, StreamOptions
+from .fwpkm_stream import stream_forward
 from .placement import host_backend
 from .product_key_memory import check_epsilon, check_number
 
@@ -35,6 +36,7 @@ def fwpkm(
     update: bool = True,
     mask: Any = None,
     detach_every: int | None = None,
+    mse_to_keys: bool = False,
     backend: str | None = None,
 ) -> tuple[Any, Any]:
     """Read a stream from fast weights, and write each complete chunk into them (docs/fwpkm.md)::
@@ -73,6 +75,9 @@ def fwpkm(
         False takes a token out of pairs, counts and the use of sub-keys; it is read all the same.
     detach_every : int or None
         Let no gradient flow back over more than this many chunk ends, counted from the call's first.
+    mse_to_keys : bool
+        An ablation: the key step also lowers the values' loss, sum over pairs of c_t g_t |target - retrieved|^2 / 2,
+        through the weights.
     backend : str or None
         The room: "cpu" (default), "reference".
 
@@ -101,7 +106,8 @@ def fwpkm(
     3.5
     """
     _check_state("fwpkm", state)
-    options = check_options("fwpkm", k, chunk, lookahead, pairs, scale, value_rate, key_rate, epsilon, detach_every)
+    rates = value_rate, key_rate, epsilon
+    options = check_options("fwpkm", k, chunk, lookahead, pairs, scale, *rates, detach_every, mse_to_keys)
     after = state.fork()
     retrieved = after_call("fwpkm", (queries, values, gates), after, options, update, mask, backend)
     return retrieved, after
@@ -157,7 +163,7 @@ def after_call(
 
 def check_options(
     op: str, k: Any, chunk: Any, lookahead: Any, pairs: Any, scale: Any, value_rate: Any, key_rate: Any, epsilon: Any,
-    detach_every: Any,
+    detach_every: Any, mse_to_keys: Any,
 ) -> StreamOptions:  # fmt: skip
     """Return the options of a call, or raise where one has a value that no stream knows."""
     counts = {"k": k, "chunk": chunk, "lookahead": lookahead}
@@ -183,7 +189,9 @@ def check_options(
         if not 1 <= detach_every <= _MOST_TOKENS:
             expected, got = "1 to 2^63 - 1, or None", validate.count_text(detach_every)
             raise ValueRangeError(message(op, "detach_every", expected, got, "pass None"))
-    return StreamOptions(**counts, pairs=pairs, scale=scale, **rates, epsilon=epsilon, detach_every=detach_every)
+    mse_to_keys = check_flag(op, "mse_to_keys", mse_to_keys)
+    whole = {**counts, **rates, "pairs": pairs, "scale": scale, "epsilon": epsilon}
+    return StreamOptions(**whole, detach_every=detach_every, mse_to_keys=mse_to_keys)
 
 
 def check_in_dtype(op: str, options: StreamOptions, dtype: str) -> None:

@@ -83,6 +83,10 @@ class Lookup(NamedTuple):
     columns: Any  # [n, H, 2, c] int32
     distances: Any  # [n, H, 2, c]
 
+    def of(self, tokens: Any) -> Lookup:
+        """Return what was found for these tokens alone."""
+        return Lookup._make(x[tokens] for x in self)
+
 
 @dataclass(frozen=True)
 class DeltaOptions:

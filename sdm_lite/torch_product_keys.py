@@ -15,7 +15,8 @@ from torch import Tensor
 
 from . import torch_direct as direct
 from . import torch_product_keys_ops as ops
-from .fwpkm_stream import StreamCall, StreamOptions
+from . import validate
+from .fwpkm_chunks import StreamCall, StreamOptions
 from .torch_bridge import _check_devices
 from .torch_bridge_arrays import compute_dtype, dtype_named
 
@@ -77,6 +78,39 @@ def stream(call: StreamCall, lane: Any, options: StreamOptions, name: str, leave
     flat = [getattr(options, field) for field in ops.OPTION_FIELDS]
     outputs = direct.call(ops.fwpkm, *given, call.carried, call.fresh, *flat, name, save)
     return outputs[0], tuple(x.detach().numpy() for x in outputs[1:4])
+
+
+def stream_without_state(
+    op: str,
+    given: tuple[Tensor, Tensor, Tensor],
+    start: tuple[Tensor, Tensor],
+    mask: Tensor | None,
+    options: dict[str, Any],
+    per_sequence: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+    """Return what :func:`sdm_lite.fwpkm` retrieves in a first call from the keys and values `start`, as a graph can.
+
+    Beside it (keys, slots, rows) after the call, detached, where one memory serves the batch: an open chunk is left
+    out. The options are checked ones.
+    """
+    (batch, tokens), (keys, table) = given[1].shape[:2], start
+    if mask is None:
+        mask = torch.ones((batch, tokens), dtype=torch.bool)
+    validate.check_shape(op, "mask", mask, (batch, tokens), "[B, T]", "B and T follow values")
+    validate.check_dtype(op, "mask", mask, ("bool",))
+    _check_devices(op, ("queries", "values", "gates", "mask", "keys", "values"), (*given, mask, *start))
+    floats = [x.to(keys.dtype) for x in given]
+    save = torch.is_grad_enabled() and any([x.requires_grad for x in floats])
+    # where no chunk is completed the tokens are only read
+    options = {**options, "update": options["update"] and tokens >= options["chunk"]}
+    nothing = torch.empty(0, dtype=torch.int32), keys.new_empty((0, table.shape[1]))
+    flat = [options[field] for field in ops.OPTION_FIELDS]
+    outputs = [
+        direct.call(ops.fwpkm, *(x[part] for x in (*floats, mask)), keys, table, *nothing, 0, 0, *flat, "cpu", save)
+        for part in ([slice(i, i + 1) for i in range(batch)] if per_sequence else [slice(None)])
+    ]
+    end = None if per_sequence else tuple(x.detach() for x in outputs[0][1:4])
+    return finish([found[0] for found in outputs], given[1]), end
 
 
 def finish(retrieved: list[Tensor], values: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ from torch.library import custom_op, get_ctx
 from . import rooms
 from . import torch_bridge_arrays as convert
 from . import torch_direct as direct
+from .fwpkm_chunks import StreamCall, StreamOptions
 from .fwpkm_equations import distances_of_weights
-from .fwpkm_stream import StreamCall, StreamOptions, StreamSaved, dense_rows, stream_backward, stream_forward
+from .fwpkm_stream import StreamSaved, dense_rows, stream_backward, stream_forward
 from .product_key_memory import bag_rows, check_bag_slots
 from .rooms import Lookup
 from .row_table import RowTable
@@ -213,7 +214,7 @@ for _op in (embedding_bag_backward, embedding_bag_rows, embedding_bag_weights_ba
 OPTION_FIELDS = tuple(StreamOptions.__dataclass_fields__)
 _OPTIONS = (
     "SymInt k, SymInt chunk, SymInt lookahead, str pairs, str scale, float value_rate, float key_rate, float epsilon,"
-    " bool update, SymInt? detach_every"
+    " bool update, SymInt? detach_every, bool mse_to_keys"
 )
 
 

@@ -97,16 +97,23 @@ def test_value_tables_are_optimised_by_rows_at_their_own_rate():
 
 def test_needle_trains_measures_and_draws(tmp_path, capfd):
     out = tmp_path / "needle"
-    names = "full,no address loss"
-    assert run("needle", "--preset", "tiny", "--steps", "2", "--passes", "2", "--variants", names, "--out", out) == 0
+    short = ("--preset", "tiny", "--steps", "2", "--passes", "2", "--seeds", "2")
+    assert run("needle", *short, "--variants", "full,no address loss", "--out", out) == 0
     record = json.loads((out / needle.RESULT).read_text())
     assert list(record["variants"]) == ["full", "no address loss"]
     for result in record["variants"].values():
         assert list(result["accuracy"]) == ["3", "6", "8"]  # as trained, twice, and as many as fit
         assert all(len(shares) == 3 and 0 <= min(shares) <= max(shares) <= 1 for shares in result["accuracy"].values())
+        first, second = (result["seeds"][seed]["accuracy"]["8"] for seed in ("0", "1"))
+        assert first != second, "another seed is another model"
+        pairs = list(zip(first, second))
+        assert result["accuracy"]["8"] == [sum(pair) / 2 for pair in pairs]
+        assert result["least"]["8"] == [min(pair) for pair in pairs]
+        assert result["most"]["8"] == [max(pair) for pair in pairs]
     assert (out / needle.PICTURE).read_bytes().startswith(b"\x89PNG")
     printed = capfd.readouterr().out  # of the processes that measure, too
-    assert "no address loss" in printed and "Chance" in printed
+    assert "no address loss" in printed and "Chance" in printed and "seeds 0 to 1" in printed
+    assert "full, seed 1: step 2 of 2" in printed and "least" in printed
     assert "full: measuring" in printed
 
 
@@ -131,6 +138,8 @@ NEEDLE_MISTAKES = {
     "variants": ["--variants", "no memory"],
     "facts": ["--facts", "65", "--haystack", "128"],
     "seed": ["--seed", "-1"],
+    "seeds": ["--seeds", "0"],
+    "--seed": ["--seed", str(0x5EED - 1), "--seeds", "2"],
     "learning-rate": ["--learning-rate", "0"],
     "steps": ["--steps", "0"],
 }

@@ -68,11 +68,12 @@ def test_a_query_on_a_large_key_is_found_with_its_exact_distance(backend):
 @pytest.mark.parametrize("scale", ["norm", "paper", "code"])
 @pytest.mark.parametrize("pairs", ["drop", "carry", "wrap"])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_writes_are_the_gradients_of_the_local_losses(dtype, pairs, scale, backend):
+@pytest.mark.parametrize("mse_to_keys", [False, True])
+def test_writes_are_the_gradients_of_the_local_losses(mse_to_keys, dtype, pairs, scale, backend):
     exact = make_stream(T=8, m=5)
     mask = make_mask((2, 8))
     x = exact.astype(dtype)
-    options = {**PLAIN, "pairs": pairs, "scale": scale}
+    options = {**PLAIN, "pairs": pairs, "scale": scale, "mse_to_keys": mse_to_keys}
     _, state = fwpkm(*x.call, FwPKMState(x.keys, x.table), chunk=4, mask=mask, backend=backend, **options)
     # the float64 oracle on the rounded numbers, so that only arithmetic differs
     rounded = torch_of(*x.astype(np.float64)[:3], mask, *x.astype(np.float64)[3:])
@@ -103,6 +104,23 @@ def test_a_small_key_step_raises_the_marginal_entropy(backend):
     for rate in (1e-3, 1e-2):
         _, state = fwpkm(*x.call, FwPKMState(x.keys, x.table), k=3, chunk=64, key_rate=rate, backend=backend)
         assert entropy(torch.tensor(state.keys)) > entropy(keys)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_values_loss_moves_keys_when_asked_and_falls_by_it(backend):
+    x = make_stream(B=1, T=32, m=8)
+    options = {"k": 3, "chunk": 32, "value_rate": 0.0, "key_rate": 1e-3, "scale": "paper", "backend": backend}
+    found = {
+        flag: fwpkm(*x.call, FwPKMState(x.keys, x.table), mse_to_keys=flag, **options)[1] for flag in (False, True)
+    }
+
+    def loss(state):
+        read_again, _ = fwpkm(*x.call, state, **{**options, "chunk": 33})
+        return (x.gates[:, :-1] * np.square(x.values[:, 1:] - read_again[:, :-1]).sum(-1)).sum() / 2
+
+    assert all(state.values.tobytes() == x.table.tobytes() for state in found.values())
+    assert loss(found[True]) < loss(FwPKMState(x.keys, x.table))
+    assert loss(found[True]) < loss(found[False])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

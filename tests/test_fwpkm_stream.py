@@ -168,9 +168,11 @@ def test_a_call_without_tokens_changes_nothing():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scale", ["norm", "paper", "code"])
 @pytest.mark.parametrize("pairs", PAIRS)
-def test_slow_gradients_over_three_chunks_are_those_of_torch(pairs, scale, backend):
+@pytest.mark.parametrize("mse_to_keys", [False, True])
+def test_slow_gradients_over_three_chunks_are_those_of_torch(mse_to_keys, pairs, scale, backend):
     x, mask = make_stream(T=11), make_mask((2, 11))
-    options = {**DEFAULTS, "pairs": pairs, "scale": scale, "value_rate": 0.7, "key_rate": 0.4}
+    rates = {"value_rate": 0.7, "key_rate": 0.4}
+    options = {**DEFAULTS, "pairs": pairs, "scale": scale, **rates, "mse_to_keys": mse_to_keys}
     upstream = np.random.default_rng(1).standard_normal(x.values.shape)
     tensors = [Tensor(a, requires_grad=True) for a in x]
     readings, _ = fwpkm(*tensors[:3], FwPKMState(*tensors[3:]), **SMALL, **options, mask=mask, backend=backend)
@@ -183,14 +185,16 @@ def test_slow_gradients_over_three_chunks_are_those_of_torch(pairs, scale, backe
         assert relative_error(got.grad, leaf.grad) <= tolerance("fwpkm", "float64")
 
 
+@pytest.mark.parametrize("mse_to_keys", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_slow_gradients_agree_with_differences(backend):
+def test_slow_gradients_agree_with_differences(backend, mse_to_keys):
     # few slots, all of them read: no selection can change within the checker's steps
     x = make_stream(T=9, H=1, m=2, half=2, D=2)
 
     def f(queries, values, gates, keys, table):
         state = FwPKMState(keys, table)
-        return fwpkm(queries, values, gates, state, k=4, chunk=3, key_rate=0.1, backend=backend)[0]
+        options = {"k": 4, "chunk": 3, "key_rate": 0.1, "mse_to_keys": mse_to_keys, "backend": backend}
+        return fwpkm(queries, values, gates, state, **options)[0]
 
     check_grads(f, list(x), tolerance=1e-7)
 

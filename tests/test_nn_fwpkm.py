@@ -1,13 +1,12 @@
 """The fast-weight memory layer against its equations in plain torch, its states, and its place in a model."""
 
 import copy
-import pickle
 
 import naive_fwpkm as naive
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from fwpkm_layers import EXACT, SIZES, build, inputs
 
 from sdm_lite import FwPKMState, idw_product_key_topk
 from sdm_lite.errors import DtypeError, ShapeError, ValueRangeError
@@ -22,10 +21,6 @@ from sdm_lite.nn import (
     state_elements,
 )
 
-# float64 on both sides, sums of at most a few hundred terms in another order
-EXACT = {"rtol": 1e-9, "atol": 1e-11}
-
-SIZES = {"sub_keys": 4, "k": 3, "key_dim": 6, "value_dim": 7, "chunk": 5}
 OPTIONS = {
     "published": {},
     "heads": {"num_heads": 2},
@@ -35,20 +30,8 @@ OPTIONS = {
     "values_only": {"key_rate": 0.0},
     "ungated_writes": {"gated_writes": False},
     "detached": {"detach_every": 1},
+    "mse_to_keys": {"mse_to_keys": True, "pairs": "carry", "num_heads": 2},
 }
-
-
-def build(**options):
-    torch.manual_seed(0)
-    layer = FwPKM(8, **{**SIZES, **options}).double()
-    with torch.no_grad():  # weights, biases and gains that show when they are left out
-        for parameter in layer.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return layer
-
-
-def inputs(batch, tokens, seed=1):
-    return torch.randn(batch, tokens, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def rms(x, norm):
@@ -215,68 +198,6 @@ def test_autocast_computes_the_memory_in_float32():
     assert torch.isfinite(x.grad).all()
 
 
-# ---------------------------------------------------------------- adopting, checkpointing, compiling
-
-
-def test_fast_weights_are_carried_on_only_when_asked():
-    layer, x = build().train(), inputs(2, 12)
-    before = layer.keys.clone(), layer.values.clone()
-    y, state = layer(x)
-    assert torch.equal(layer(x)[0], y), "a call writes nothing that outlives it"
-    assert torch.equal(layer.values, before[1])
-    carry_fast_weights(layer)
-    assert torch.equal(layer.values, state.values) and torch.equal(layer.keys, state.keys)
-    carry_fast_weights(layer)  # once only
-    assert torch.equal(layer.values, state.values)
-    layer.eval()(x)
-    carry_fast_weights(layer)  # eval mode leaves nothing to carry
-    assert torch.equal(layer.values, state.values)
-    with pytest.raises(ValueRangeError, match="one per sequence"):
-        layer.adopt(layer(x)[1])
-
-
-def test_adopting_before_the_backward_does_not_change_gradients():
-    gradients = []
-    for early in (False, True):
-        layer, x = build().train(), inputs(2, 12).requires_grad_()
-        y, _ = layer(x)
-        if early:
-            carry_fast_weights(layer)
-        gradients.append(torch.autograd.grad(y.square().sum(), x)[0])
-    assert torch.equal(*gradients)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("with_state", [False, True])
-def test_checkpointing_writes_once(reentrant, with_state):
-    results = []
-    for wrapped in (False, True):
-        layer, x = build().train(), inputs(2, 12).requires_grad_()
-        given = (x, layer.new_state()) if with_state else (x,)
-        y, state = checkpoint(layer, *given, use_reentrant=reentrant) if wrapped else layer(*given)
-        y.square().sum().backward()
-        if with_state:
-            layer.adopt(state)
-            results.append((x.grad, layer.keys, layer.values, given[1].values))
-        else:
-            carry_fast_weights(layer)
-            results.append((x.grad, layer.keys, layer.values))
-    for plain, again in zip(*results):
-        assert torch.equal(plain, again)
-    assert not torch.equal(results[0][2], build().values), "something was written"
-
-
-def test_compiled_equals_eager():
-    layer, x = build(), inputs(2, 12).requires_grad_()
-    y, state = layer(x)
-    torch._dynamo.reset()
-    compiled, compiled_state = torch.compile(layer, backend="aot_eager")(x)
-    torch.testing.assert_close(compiled, y, **EXACT)
-    torch.testing.assert_close(compiled_state.values, state.values, **EXACT)
-    ours, theirs = (torch.autograd.grad(one.square().sum(), x)[0] for one in (compiled, y))
-    torch.testing.assert_close(ours, theirs, **EXACT)
-
-
 # ---------------------------------------------------------------- in the language model
 
 VOCAB = 11
@@ -414,32 +335,6 @@ def test_addresses_follow_the_states_sequences():
     with pytest.raises(DtypeError, match="state: expected an FwPKMState"):
         layer.addresses(x, {})
     assert layer.addresses(inputs(0, 7), state.fork([]))[1].shape == (0, 7, 1, 3)
-
-
-def test_a_loaded_state_can_be_adopted(tmp_path):
-    layer, x = build(per_sequence=False), inputs(2, 7)
-    _, state = layer(x)
-    state.save(tmp_path / "state")
-    for kind in ("numpy", "torch"):
-        loaded, other = FwPKMState.load(tmp_path / "state", kind=kind), build(per_sequence=False)
-        assert isinstance(loaded.keys, torch.Tensor) == (kind == "torch")
-        assert torch.equal(other.addresses(x, loaded)[0], layer.addresses(x, state)[0])
-        other.adopt(loaded)
-        assert torch.equal(other.keys, state.keys) and torch.equal(other.values, state.values)
-    with pytest.raises(ValueRangeError, match="load: kind"):
-        FwPKMState.load(tmp_path / "state", kind="tape")
-    with pytest.raises(DtypeError, match="state: expected an FwPKMState"):
-        layer.adopt({"keys": layer.keys})
-    other = FwPKMState(torch.zeros(1, 2, 4, 5).double(), torch.zeros(16, 7).double())
-    with pytest.raises(ShapeError, match="state: expected keys and values"):
-        layer.adopt(other)
-
-
-def test_a_trained_layer_can_be_pickled():
-    layer, x = build().train(), inputs(2, 7)
-    layer(x)[0].sum().backward()
-    again = pickle.loads(pickle.dumps(layer))
-    assert torch.equal(again(x)[0], layer(x)[0])
 
 
 def test_wrong_inputs_and_states_are_named():

@@ -129,6 +129,7 @@ def _add_needle(commands: Any) -> None:
     add("--variants", metavar="A,B", help="full, no lookahead, no gate weighting, no address loss (default: all)")
     add("--steps", type=whole(1), metavar="N", help="optimiser steps of each variant")
     add("--seed", type=seed, metavar="N", help="of the parameters and the haystacks (default 0)")
+    add("--seeds", type=whole(1), default=1, metavar="N", help="train N seeds, from --seed on: mean and range")
     add("--haystack", type=whole(1), metavar="T", help="tokens of a haystack, which is one chunk")
     add("--facts", type=whole(1), metavar="N", help="facts in it, in training")
     add("--sub-keys", type=whole(1), metavar="N", help="keys per half; the memory has N * N slots")

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..nn import HybridLM, HybridState
 from . import plots
+from .arguments import LARGEST_SEED
 from .children import cores
 from .files import make_folder, write_json
 from .mistakes import mistake
@@ -57,7 +58,7 @@ class NeedleSettings:
     filler: int = 32
     dim: int = 64
     sub_keys: int = 16
-    steps: int = 300
+    steps: int = 600  # after 300, two of three seeds are still on their way
     batch: int = 8
     learning_rate: float = 1e-2
     warmup: int = 20
@@ -163,12 +164,12 @@ def measure(settings: NeedleSettings, model: HybridLM, facts: int) -> list[float
 
 
 def run_variant(settings: NeedleSettings, variant: str) -> dict[str, Any]:
-    """Train and measure one variant, on one thread; return its accuracies and seconds, as JSON."""
+    """Train and measure one variant with one seed, on one thread; return its accuracies and seconds, as JSON."""
     use_threads(1)
 
     def note(step: int, loss: float) -> None:
         if step % 50 == 0 or step == settings.steps:
-            print(f"{variant}: step {step} of {settings.steps}, loss {loss:.3f}", flush=True)
+            print(f"{variant}, seed {settings.seed}: step {step} of {settings.steps}, loss {loss:.3f}", flush=True)
 
     started = time.perf_counter()
     model = train(settings, variant, note)
@@ -178,48 +179,74 @@ def run_variant(settings: NeedleSettings, variant: str) -> dict[str, Any]:
     return {"accuracy": accuracy, "training_seconds": seconds}
 
 
+def summary(by_seed: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return a variant's results as JSON: the mean over the seeds, the least and the most, and each seed's own.
+
+    >>> found = summary({"0": {"accuracy": {"3": [0.0, 0.5]}}, "1": {"accuracy": {"3": [0.5, 1.0]}}})
+    >>> found["accuracy"], found["least"], found["most"]
+    ({'3': [0.25, 0.75]}, {'3': [0.0, 0.5]}, {'3': [0.5, 1.0]})
+    """
+    first, *_ = by_seed.values()
+    shares = {facts: list(zip(*(one["accuracy"][facts] for one in by_seed.values()))) for facts in first["accuracy"]}
+    folds: dict[str, Callable] = {"accuracy": lambda column: sum(column) / len(column), "least": min, "most": max}
+    folded = {name: {facts: [fold(c) for c in shares[facts]] for facts in shares} for name, fold in folds.items()}
+    return {**folded, "seeds": by_seed}
+
+
 def run(options: argparse.Namespace, console: Console) -> int:
     """Train and measure the variants asked for, some at a time; draw; return the exit code."""
     settings, variants = _settings(options), _variants(options.variants)
     out = make_folder(COMMAND, "--out", Path(options.out or f"runs/{COMMAND}"))
-    jobs = min(options.jobs or cores(), len(variants))
-    say(console, f"{len(variants)} trainings, {jobs} at a time, one thread each, in {out}")
-    results: dict[str, Any] = {}
+    seeds = range(settings.seed, settings.seed + options.seeds)
+    runs = [(name, seed) for name in variants for seed in seeds]
+    jobs = min(options.jobs or cores(), len(runs))
+    say(console, f"{len(runs)} trainings, {jobs} at a time, one thread each, in {out}")
+    done: dict[str, dict[str, Any]] = {}
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = {name: pool.submit(run_variant, settings, name) for name in variants}
-        for name, future in found.items():
-            results[name] = future.result()
+        found = {(n, seed): pool.submit(run_variant, dataclasses.replace(settings, seed=seed), n) for n, seed in runs}
+        for (name, seed), future in found.items():
+            done.setdefault(name, {})[str(seed)] = future.result()
+            results = {name: summary(by_seed) for name, by_seed in done.items()}
             record = {"settings": dataclasses.asdict(settings), "variants": results, "chance": 1 / settings.values}
             write_json(out / RESULT, record)
     show(console, settings, results)
     most = str(max(settings.measured_facts))
     curves = {name: result["accuracy"][most] for name, result in results.items()}
-    caption = f"Haystacks with {most} facts. {caption_for(settings)}"
-    plots.needle_picture(out / PICTURE, curves, 1 / settings.values, caption)
+    ranges = {name: list(zip(one["least"][most], one["most"][most])) for name, one in results.items()}
+    caption = f"Haystacks with {most} facts. {caption_for(settings, results)}"
+    plots.needle_picture(out / PICTURE, curves, ranges, 1 / settings.values, caption)
     say(console, f"picture: {out / PICTURE}")
     return 0
 
 
 def show(console: Console, settings: NeedleSettings, results: dict[str, Any]) -> None:
-    """Print the accuracy by the number of readings."""
+    """Print the accuracy by the number of readings; of several seeds the mean, the least and the most."""
     table = Table(title="Needles found, by readings of the haystack", title_justify="left")
+    several = max(len(result["seeds"]) for result in results.values()) > 1
+    rows = {"mean": "accuracy", "least": "least", "most": "most"} if several else {"": "accuracy"}
     table.add_column("memory")
     table.add_column("facts", justify="right")
+    if several:
+        table.add_column("seeds")
     for reading in range(settings.passes + 1):
         table.add_column(str(reading), justify="right")
     for name, result in results.items():
-        for facts, shares in result["accuracy"].items():
-            table.add_row(name, facts, *(f"{share:.3f}" for share in shares))
+        for facts in result["accuracy"]:
+            for label, kind in rows.items():
+                head = (name, facts, label) if several else (name, facts)
+                table.add_row(*head, *(f"{share:.3f}" for share in result[kind][facts]))
     console.print(table)
-    say(console, caption_for(settings))
+    say(console, caption_for(settings, results))
 
 
-def caption_for(settings: NeedleSettings) -> str:
+def caption_for(settings: NeedleSettings, results: dict[str, Any]) -> str:
     """Return what was trained and measured."""
     s = settings
+    seeds = [int(seed) for seed in next(iter(results.values()))["seeds"]]
+    drawn = f"seed {seeds[0]}" if len(seeds) == 1 else f"mean and range of seeds {seeds[0]} to {seeds[-1]}"
     return (
         f"{s.haystack} tokens, {s.sub_keys**2} slots; trained from scratch on {s.facts} facts for {s.steps} steps with "
-        f"{s.trained_passes} reading(s), seed {s.seed}; {s.measured} haystacks. Chance is {1 / s.values:.3f}."
+        f"{s.trained_passes} reading(s), {drawn}; {s.measured} haystacks. Chance is {1 / s.values:.3f}."
     )
 
 
@@ -237,8 +264,12 @@ def _settings(options: argparse.Namespace) -> NeedleSettings:
     # what was trained, and up to three times as much
     measured = sorted({min(times * settings.facts, most) for times in (1, 2, 3)})
     settings = dataclasses.replace(settings, measured_facts=tuple(measured))
-    if settings.seed < 0:
-        raise mistake(COMMAND, "--seed", "at least 0", str(settings.seed), "pass another number")
+    last = LARGEST_SEED + 1 - options.seeds
+    if not 0 <= settings.seed <= last:
+        raise mistake(COMMAND, "--seed", f"0 to {last}", str(settings.seed), "pass another number")
+    if _EVALUATION - options.seeds < settings.seed <= _EVALUATION:
+        expected = f"no training seed of {_EVALUATION}, which measures"
+        raise mistake(COMMAND, "--seed", expected, str(settings.seed), "pass another number")
     if not settings.learning_rate > 0:
         raise mistake(COMMAND, "--learning-rate", "more than 0", str(settings.learning_rate), "pass a larger number")
     return settings

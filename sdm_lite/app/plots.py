@@ -85,12 +85,19 @@ def slots_picture(path: Path, memories: dict[str, tuple[np.ndarray, np.ndarray]]
     _picture(path, draw, "Slots in use", caption)
 
 
-def needle_picture(path: Path, runs: dict[str, list[float]], chance: float, caption: str) -> None:
-    """Draw the accuracy of `runs` (label to accuracy by number of readings, from 0)."""
+def needle_picture(
+    path: Path,
+    runs: dict[str, list[float]],
+    ranges: dict[str, list[tuple[float, float]]],
+    chance: float,
+    caption: str,
+) -> None:
+    """Draw the accuracy of `runs` (label to accuracy by number of readings, from 0), and its ranges over seeds."""
 
     def draw(axes: Any) -> None:
         for index, (name, shares) in enumerate(runs.items()):
             axes.plot(range(len(shares)), shares, marker=_MARKS[index % len(_MARKS)], label=name)
+            axes.fill_between(range(len(shares)), *zip(*ranges[name]), color=f"C{index}", alpha=0.2, linewidth=0)
         axes.axhline(chance, color="gray", linestyle=":", linewidth=1)
         axes.set_xticks(range(max(len(shares) for shares in runs.values())))
         axes.set_ylim(0, 1.03)

@@ -64,7 +64,7 @@ class Block(nn.Module):
         extra = {"ids": ids} if self.kind == "sdm" else {}
         fast = None
         if self.fwpkm is not None:
-            y, fast = self.fwpkm(x, None if state is None else state.fast, update=update)
+            y, fast = self.fwpkm(x, None if state is None else state.fast, update=update, return_state=return_state)
             x = x + y
         y, state = self.mixer(self.mixer_norm(x), state, return_state=return_state, inplace=inplace, **extra)
         x = x + y

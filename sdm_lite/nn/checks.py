@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -61,3 +62,26 @@ def check_ids(op: str, ids: Any, vocab_size: int, device: torch.device) -> None:
     if low < 0 or high >= vocab_size:
         expected, fix = f"tokens in [0, {vocab_size})", "check the tokenizer"
         raise ValueRangeError(message(op, "ids", expected, f"{low if low < 0 else high}", fix))
+
+
+def slot_factors(op: str, slots_per_head: int, factors: Any) -> tuple[int, ...]:
+    """Return the widths of the product-key factors, by default two of sqrt(N), or raise ValueRangeError."""
+    if factors is None:
+        n = math.isqrt(max(slots_per_head, 0))
+        if n < 1 or n * n != slots_per_head:
+            raise ValueRangeError(
+                message(
+                    op,
+                    "slots_per_head",
+                    "a square number when no factors are given",
+                    str(slots_per_head),
+                    f"pass {max(n, 1) ** 2} or {(n + 1) ** 2}, or factors whose product is {slots_per_head}",
+                )
+            )
+        return n, n
+    factors = tuple(int(n) for n in factors)
+    if not factors or min(factors) < 1 or math.prod(factors) != slots_per_head:
+        raise ValueRangeError(
+            message(op, "factors", f"widths whose product is {slots_per_head}", str(factors), "change either")
+        )
+    return factors

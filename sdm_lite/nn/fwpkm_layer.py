@@ -12,6 +12,7 @@ from ..errors import DtypeError, ShapeError, ValueRangeError, message
 from ..fwpkm_op import check_options, fwpkm
 from ..fwpkm_state import FwPKMState
 from ..product_key_memory import idw_product_key_topk
+from ..torch_product_keys import stream_without_state
 from .checks import check_vectors
 from .gates import choose, plain_precision, widen
 from .product_key_memory import check_size, check_table
@@ -44,7 +45,7 @@ class FwPKM(nn.Module):
         Width of a head's query, both halves together: even.
     value_dim : int
         Width D of a row; all heads read one table.
-    chunk, lookahead, pairs, scale, value_rate, key_rate, epsilon, detach_every
+    chunk, lookahead, pairs, scale, value_rate, key_rate, epsilon, detach_every, mse_to_keys
         As in :func:`sdm_lite.fwpkm`.
     gated_writes : bool
         Weight each write by the token's gate; False (an ablation): by 1.
@@ -83,6 +84,7 @@ class FwPKM(nn.Module):
         key_rate: float = 1.0,
         epsilon: float = 1e-3,
         detach_every: int | None = None,
+        mse_to_keys: bool = False,
         gated_writes: bool = True,
         per_sequence: bool | None = None,
     ) -> None:
@@ -99,20 +101,11 @@ class FwPKM(nn.Module):
             ("chunk", chunk, lookahead + 1),
         ):
             check_size(_NAME, name, value, low)
-        check_options(_NAME, k, chunk, lookahead, pairs, scale, value_rate, key_rate, epsilon, detach_every)
+        rates = value_rate, key_rate, epsilon
+        options = check_options(_NAME, k, chunk, lookahead, pairs, scale, *rates, detach_every, mse_to_keys)
         self.dim, self.num_heads, self.k, self.num_slots = dim, num_heads, k, sub_keys**2
         self.gated_writes, self.per_sequence = gated_writes, per_sequence
-        self.options: dict[str, Any] = {
-            "k": k,
-            "chunk": chunk,
-            "lookahead": lookahead,
-            "pairs": pairs,
-            "scale": scale,
-            "value_rate": value_rate,
-            "key_rate": key_rate,
-            "epsilon": epsilon,
-            "detach_every": detach_every,
-        }
+        self.options: dict[str, Any] = {name: x for name, x in vars(options).items() if name != "update"}
         self.query_norm, self.value_norm, self.gate_norm = (nn.RMSNorm(dim, eps=1e-5) for _ in range(3))
         self.Wq = nn.Linear(dim, num_heads * key_dim)
         self.Wv = nn.Linear(dim, value_dim)
@@ -123,7 +116,8 @@ class FwPKM(nn.Module):
         self.values: Tensor
         self.register_buffer("keys", torch.empty(num_heads, 2, sub_keys, key_dim // 2))
         self.register_buffer("values", torch.empty(self.num_slots, value_dim))
-        self._reached: FwPKMState | None = None
+        # what the last training call reached: a state, or keys, written slots and their rows
+        self._reached: FwPKMState | tuple[Tensor, Tensor, Tensor] | None = None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -138,12 +132,20 @@ class FwPKM(nn.Module):
 
     def new_state(self) -> FwPKMState:
         """Return a state before the first token, over the layer's fast weights."""
-        apart = not self.training if self.per_sequence is None else self.per_sequence
-        return FwPKMState(self.keys, self.values, per_sequence=apart)
+        return FwPKMState(self.keys, self.values, per_sequence=self._starts_apart())
+
+    def _starts_apart(self) -> bool:
+        return not self.training if self.per_sequence is None else self.per_sequence
 
     def forward(
-        self, x: Tensor, state: FwPKMState | None = None, *, update: bool = True, mask: Tensor | None = None
-    ) -> tuple[Tensor, FwPKMState]:
+        self,
+        x: Tensor,
+        state: FwPKMState | None = None,
+        *,
+        update: bool = True,
+        mask: Tensor | None = None,
+        return_state: bool = True,
+    ) -> tuple[Tensor, FwPKMState | None]:
         """Return (y [B, T, dim], the state after it).
 
         Parameters
@@ -155,6 +157,9 @@ class FwPKM(nn.Module):
             Whether complete chunks write. False reads only.
         mask : Tensor bool [B, T] or None
             False for tokens that neither write nor count.
+        return_state : bool
+            False: None in the state's place. A call without a state then makes none: it copies no table, and is a
+            single op of a graph under torch.compile.
 
         Raises
         ------
@@ -167,10 +172,13 @@ class FwPKM(nn.Module):
         with plain_precision(x):
             gates = widen(self.Wgate(self.gate_norm(x)))[..., 0].sigmoid()
             writes = gates if self.gated_writes else torch.ones_like(gates)
-            read, after = self._stream(queries, values, writes, state, update, mask)
+            if state is None and not return_state:
+                read, after = self._stream_without_state(queries, values, writes, update, mask), None
+            else:
+                read, after = self._stream(queries, values, writes, state, update, mask)
             mixed = gates[..., None] * read + (1 - gates[..., None]) * values
             mixed = F.rms_norm(mixed, mixed.shape[-1:], widen(self.output_norm.weight), 1e-5)
-        return self.Wo(mixed.to(x.dtype)), after
+        return self.Wo(mixed.to(x.dtype)), after if return_state else None
 
     @torch.compiler.disable  # a state is a Python object: a compiled graph breaks here, and only here
     def _stream(
@@ -188,6 +196,18 @@ class FwPKM(nn.Module):
         if state is None and self.training and update and not after.per_sequence:
             self._reached = after
         return read, after
+
+    def _stream_without_state(
+        self, queries: Tensor, values: Tensor, gates: Tensor, update: bool, mask: Tensor | None
+    ) -> Tensor:
+        """Return what `_stream` retrieves from the layer's fast weights; tensors alone, so that a graph can hold it."""
+        apart = self._starts_apart()
+        read, end = stream_without_state(
+            _NAME, (queries, values, gates), (self.keys, self.values), mask, {**self.options, "update": update}, apart
+        )
+        if self.training and update and end is not None:
+            self._reached = end
+        return read
 
     def queries(self, x: Tensor) -> Tensor:
         """Return the queries [B, T, H, key_dim], float32 (float64 for float64)."""
@@ -233,14 +253,20 @@ class FwPKM(nn.Module):
         may run the forward again, from the fast weights it began with.
         """
         _check_state(state)
-        state = self._reached if state is None else state
-        if state is None:
+        reached = self._reached if state is None else state
+        if reached is None:
             return
+        # new tensors, not copies into the old ones: a graph may still need those
+        if isinstance(reached, tuple):
+            keys, slots, rows = reached
+            self.keys, self.values = keys.to(self.keys), self.values.index_copy(0, slots.long(), rows.to(self.values))
+            self._reached = None
+            return
+        state = reached
         self._check_fits(state)
         if state.per_sequence:
             fix = "pass a state with per_sequence=False"
             raise ValueRangeError(message(_NAME, "state", "one set of fast weights", "one per sequence", fix))
-        # new tensors, not copies into the old ones: a graph may still need those
         self.keys, self.values = (
             torch.as_tensor(state.keys).to(self.keys),
             torch.as_tensor(state.values).to(self.values),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import ShapeError, ValueRangeError, message
 from ..memory_state import MemoryState
 from ..ops import hash_slots, product_key_topk, sparse_delta_rule, sparse_delta_rule_
-from .checks import check_tensor, check_vectors
+from .checks import check_tensor, check_vectors, slot_factors
 from .gates import (
     DECAY_INITS,
     KEY_INITS,
@@ -29,29 +28,6 @@ from .short_conv import ShortConv, check_conv, convolve
 from .state import MixerState, positions_of, refuse_gradients, tidy, wants_state
 
 _NAME = "SparseDeltaMemory"
-
-
-def slot_factors(slots_per_head: int, factors: Any) -> tuple[int, ...]:
-    """Return the widths of the product-key factors, by default two of sqrt(N), or raise ValueRangeError."""
-    if factors is None:
-        n = math.isqrt(max(slots_per_head, 0))
-        if n < 1 or n * n != slots_per_head:
-            raise ValueRangeError(
-                message(
-                    _NAME,
-                    "slots_per_head",
-                    "a square number when no factors are given",
-                    str(slots_per_head),
-                    f"pass {max(n, 1) ** 2} or {(n + 1) ** 2}, or factors whose product is {slots_per_head}",
-                )
-            )
-        return n, n
-    factors = tuple(int(n) for n in factors)
-    if not factors or min(factors) < 1 or math.prod(factors) != slots_per_head:
-        raise ValueRangeError(
-            message(_NAME, "factors", f"widths whose product is {slots_per_head}", str(factors), "change either")
-        )
-    return factors
 
 
 class SparseDeltaMemory(nn.Module):
@@ -169,7 +145,7 @@ class SparseDeltaMemory(nn.Module):
             raise ValueRangeError(message(_NAME, "memory_init_std", "0", got, "set learn_memory=True"))
         self.dim, self.num_heads, self.slots_per_head = dim, num_heads, slots_per_head
         self.num_writes, self.num_reads = num_writes, num_reads
-        self.factors = slot_factors(slots_per_head, factors)
+        self.factors = slot_factors(_NAME, slots_per_head, factors)
         self.addressing, self.rule, self.write = addressing, rule, write
         self.output_gate, self.key_weighted_decay, self.score_norm = output_gate, key_weighted_decay, score_norm
         self.restore, self.snapshot_dtype = restore, snapshot_dtype

@@ -40,7 +40,24 @@ def step_factor(weights, scale):
     return torch.full_like(flat[:, 0], 1 if scale == "paper" else flat.shape[1])
 
 
-def write(q, v, g, mask, carried, keys, values, *, k, lookahead, pairs, scale, value_rate, key_rate, epsilon):
+def write(
+    q,
+    v,
+    g,
+    mask,
+    carried,
+    keys,
+    values,
+    *,
+    k,
+    lookahead,
+    pairs,
+    scale,
+    value_rate,
+    key_rate,
+    epsilon,
+    mse_to_keys=False,
+):
     """Return keys and values after one chunk; q [P, C, H, dk], v [P, C, D], g, mask [P, C].
 
     `carried` is (q, g, mask) of the chunk before, or None. Gradients of the slow inputs flow through everything but
@@ -74,8 +91,11 @@ def write(q, v, g, mask, carried, keys, values, *, k, lookahead, pairs, scale, v
         new_values = values - gradient / counts.clamp(min=1)[:, None]
     if len(valid) and key_rate:
         table = keys * 1 if keys.requires_grad else keys.clone().requires_grad_() * 1
-        loss = key_rate * address_loss(read(valid, table, values, k, epsilon)[3], min(k, keys.shape[2]))
-        (gradient,) = torch.autograd.grad(loss, table, create_graph=True)
+        loss = address_loss(read(valid, table, values, k, epsilon)[3], min(k, keys.shape[2]))
+        if mse_to_keys and sources:
+            # through the weights alone: the step factor is that of the entry keys, held like the gate
+            loss = loss + memory_loss(read(sq, table, values, k, epsilon)[0], target, sg, step_factor(weights, scale))
+        (gradient,) = torch.autograd.grad(key_rate * loss, table, create_graph=True)
         new_keys = keys - gradient
     return new_keys, new_values
 
