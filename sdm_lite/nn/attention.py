@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from ..errors import ValueRangeError, message
 from .checks import check_vectors
 from .gates import check_divides
-from .state import MixerState, positions_of, refuse_gradients, wants_state
+from .ragged import last_columns
+from .state import MixerState, moved, positions_of, refuse_gradients, wants_state
 
 
 def rotate(q: Tensor, k: Tensor, position: int | Tensor, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
@@ -94,7 +95,13 @@ class _Attention(nn.Module):
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
     def forward(
-        self, x: Tensor, state: MixerState | None = None, *, return_state: bool | None = None, inplace: bool = False
+        self,
+        x: Tensor,
+        state: MixerState | None = None,
+        *,
+        return_state: bool | None = None,
+        inplace: bool = False,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, MixerState | None]:
         """Return (y [B, T, dim], state); the arguments are those of SparseDeltaMemory.
 
@@ -110,7 +117,7 @@ class _Attention(nn.Module):
         if self.rope:
             q, k = rotate(q, k, state.position)
         cached = 0 if state.keys is None else state.keys.shape[2]
-        grows = inplace and hand_back and self.window is None and x.shape[1] > 0
+        grows = inplace and hand_back and self.window is None and x.shape[1] > 0 and lengths is None
         if grows:
             refuse_gradients(type(self).__name__, "state", self)
         room = _room(state, k, v) if grows else None
@@ -123,11 +130,17 @@ class _Attention(nn.Module):
         y = self._attend(q, k, v, empty).transpose(1, 2).flatten(2) if x.shape[1] else x
         after = None
         if hand_back:
+            position = moved(state.position, x.shape[1], lengths)
             kept = k.shape[2] if self.window is None else min(k.shape[2], self.window - 1)
-            keys, values = (part[:, :, part.shape[2] - kept :] for part in (k, v))
+            if lengths is None:
+                keys, values = (part[:, :, part.shape[2] - kept :] for part in (k, v))
+            else:  # sequences end together in the cache
+                kept = min(kept, int(torch.as_tensor(position).max()))
+                ends = x.shape[1] - lengths
+                keys, values = (last_columns(part.transpose(1, 2), kept, ends).transpose(1, 2) for part in (k, v))
             if room is None:
                 keys, values = keys.clone(), values.clone()
-            after = MixerState(state.position + x.shape[1], keys=keys, values=values, room=room)
+            after = MixerState(position, keys=keys, values=values, room=room)
         return self.o_proj(y), after
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, empty: Tensor | None) -> Tensor:

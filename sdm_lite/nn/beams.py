@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def beam_search(
-    model: HybridLM, ids: Tensor, count: int, beams: int, cache: HybridState | None, update: bool
+    model: HybridLM, ids: Tensor, mask: Tensor | None, count: int, beams: int, cache: HybridState | None, update: bool
 ) -> Tensor:
     """Return the `count` new tokens [B, count] of the best beam of each prompt; arguments as in `generate`.
 
@@ -26,10 +26,10 @@ def beam_search(
     B = ids.shape[0]
     if count == 0:
         if cache is not None:
-            step(model, ids, cache, update)
+            step(model, ids, cache, update, mask)
         return ids[:, :0]
     state = HybridState() if cache is None else cache
-    logits = step(model, ids, state, update)
+    logits = step(model, ids, state, update, mask)
     scores = logits.new_zeros(B, 1, dtype=torch.float64)
     tokens = ids.new_empty(B, 1, 0)
     for index in range(count):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .ragged import tokens_of
 from .state import MixerState
 
 
@@ -59,18 +60,31 @@ class Block(nn.Module):
         return_state: bool,
         inplace: bool,
         update: bool = True,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, MixerState | None]:
-        """Return (x [B, T, dim], the state); `ids` goes to sparse memories only, `update` to fast-weight memories."""
+        """Return (x [B, T, dim], the state); `ids` goes to sparse memories only, `update` to fast-weight memories.
+
+        With `lengths` (int64 [B]) padding stands behind so many tokens of each sequence.
+        """
         extra = {"ids": ids} if self.kind == "sdm" else {}
-        fast = None
+        fast, there = None, None if lengths is None else tokens_of(lengths, x.shape[1])
         if self.fwpkm is not None:
-            y, fast = self.fwpkm(x, None if state is None else state.fast, update=update, return_state=return_state)
+            y, fast = self.fwpkm(
+                x, None if state is None else state.fast, update=update, return_state=return_state, mask=there
+            )
             x = x + y
-        y, state = self.mixer(self.mixer_norm(x), state, return_state=return_state, inplace=inplace, **extra)
+        y, state = self.mixer(
+            self.mixer_norm(x), state, return_state=return_state, inplace=inplace, lengths=lengths, **extra
+        )
         x = x + y
         if state is not None:
             state.fast = fast
-        return (x if self.mlp is None or self.mlp_norm is None else x + self.mlp(self.mlp_norm(x))), state
+        if self.mlp is None or self.mlp_norm is None:
+            return x, state
+        if there is None:
+            return x + self.mlp(self.mlp_norm(x)), state
+        tokens = x[there]  # a table's counters must not see padding
+        return x.index_put((there,), tokens + self.mlp(self.mlp_norm(tokens))), state
 
 
 class NgramEmbedding(nn.Module):

@@ -277,6 +277,8 @@ def layer_shapes(mixer: Any, kind: str, batch: int) -> dict[str, tuple[int | Non
         return {"keys": keys, "values": keys}
     shapes: dict[str, tuple[int | None, ...]] = {}
     for name, conv in mixer.convs.items():
+        if kind == "sdm" and not mixer.write and name != "read":  # the layer that only reads has no others
+            continue
         channels, _, width = conv.weight.shape
         shapes[f"taps.{name}"] = (batch, width - 1, channels)
     if kind == "gdn":

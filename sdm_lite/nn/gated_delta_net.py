@@ -22,6 +22,7 @@ from .gates import (
     plain_precision,
     widen,
 )
+from .ragged import tokens_of
 from .short_conv import ShortConv, check_conv, convolve
 from .state import MixerState, wants_state
 
@@ -221,7 +222,13 @@ class GatedDeltaNet(nn.Module):
         init_decay(self.a_proj, self.A_log, self.dt_bias, decay_init)
 
     def forward(
-        self, x: Tensor, state: MixerState | None = None, *, return_state: bool | None = None, inplace: bool = False
+        self,
+        x: Tensor,
+        state: MixerState | None = None,
+        *,
+        return_state: bool | None = None,
+        inplace: bool = False,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, MixerState | None]:
         """Return (y [B, T, dim], state); the arguments are those of SparseDeltaMemory (`inplace` changes nothing)."""
         check_vectors("GatedDeltaNet", x, self.dim, self.q_proj.weight)
@@ -229,11 +236,14 @@ class GatedDeltaNet(nn.Module):
         hand_back = wants_state(self, x, state, return_state, inplace, memory=memory_shape, taps=self.convs)
         state = MixerState() if state is None else state
         taps: dict[str, Tensor] = {}
-        q = convolve(self.convs, "query", self.q_proj(x), state, taps)
-        k = convolve(self.convs, "key", self.k_proj(x), state, taps)
-        v = convolve(self.convs, "value", self.v_proj(x), state, taps)
+        q = convolve(self.convs, "query", self.q_proj(x), state, taps, lengths)
+        k = convolve(self.convs, "key", self.k_proj(x), state, taps, lengths)
+        v = convolve(self.convs, "value", self.v_proj(x), state, taps, lengths)
         v = F.silu(v) if self.convs else v
         log_decay, beta = log_decay_and_beta(x, self.a_proj, self.b_proj, self.A_log, self.dt_bias)
+        if lengths is not None:  # padding neither forgets nor writes
+            padding = ~tokens_of(lengths, x.shape[1])[..., None]
+            log_decay, beta = log_decay.masked_fill(padding, 0), beta.masked_fill(padding, 0)
         with plain_precision(x):
             q, k, v = (widen(part).unflatten(-1, (self.num_heads, -1)) for part in (q, k, v))
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
@@ -241,7 +251,7 @@ class GatedDeltaNet(nn.Module):
         readings = self.o_norm(readings.to(x.dtype)).flatten(2)
         if self.output_gate:
             readings = gate_readings(readings, self.g_proj(x), self.output_gate)
-        return self.o_proj(readings), state.advanced(x.shape[1], memory, taps) if hand_back else None
+        return self.o_proj(readings), state.advanced(x.shape[1], memory, taps, lengths) if hand_back else None
 
     def flops_per_token(self, context: int = 0) -> dict[str, int]:
         """Return multiply-adds times two per token, of the recurrence token by token: {"projections", "state"}."""

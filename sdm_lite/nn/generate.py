@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import validate
@@ -13,7 +14,7 @@ from ..errors import ShapeError, ValueRangeError, message
 from ..fwpkm_op import check_flag
 from .beams import beam_search
 from .cache import HybridState
-from .checks import check_ids
+from .ragged import check_padded_ids, pad_prompts
 from .speculative import EXACT, MODES, speculate
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _NAME = "generate"
 
 def generate(
     model: HybridLM,
-    ids: Tensor,
+    ids: Tensor | Sequence[Any],
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
@@ -34,14 +35,16 @@ def generate(
     speculative: bool | str = False,
     cache: HybridState | None = None,
     update: bool = True,
-) -> Tensor:
+    mask: Tensor | None = None,
+) -> Any:
     """Return the prompt and its continuation.
 
     Parameters
     ----------
     model : HybridLM
-    ids : Tensor int [B, T]
-        The prompt, T >= 1. It is read in one call; then each new token costs one step from the layers' states.
+    ids : Tensor int [B, T], or B sequences of ids
+        The prompt, T >= 1. It is read in one call; then each new token costs one step from the layers' states. A list
+        of tensors [T_b] or lists of ints holds prompts of different lengths.
     max_new_tokens : int
     temperature : float
         0: the most likely token; else the logits are divided by it and a token is drawn.
@@ -61,10 +64,13 @@ def generate(
     update : bool
         False: fast-weight memories are read only, neither prompt nor answer enters them; all else moves on. For a
         model without such a memory it raises, since every other layer needs its state to decode.
+    mask : Tensor bool [B, T] or None
+        False for padding in a tensor `ids`, at any place; at least one token a sequence.
 
     Returns
     -------
-    ids : Tensor [B, T + max_new_tokens]
+    ids : Tensor [B, T + max_new_tokens], or list of B Tensors [T_b + max_new_tokens] for a list
+        Each is what its prompt gives alone, to the rounding of products of another size.
 
     Raises
     ------
@@ -76,7 +82,26 @@ def generate(
     >>> model = HybridLM(256, 16, 1, layers=["swa"], num_heads=2)
     >>> model.generate(torch.tensor([[104, 105]]), 3).shape
     torch.Size([1, 5])
+    >>> [len(one) for one in model.generate([[104, 105], [33]], 3)]
+    [5, 4]
     """
+    if not isinstance(ids, Tensor):
+        padded, mask = pad_prompts(_NAME, ids, mask, model.embedding.weight.device)
+        whole = generate(
+            model,
+            padded,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            num_beams=num_beams,
+            speculative=speculative,
+            cache=cache,
+            update=update,
+            mask=mask,
+        )
+        kept = F.pad(mask, (0, max_new_tokens), value=True)
+        return [row[there] for row, there in zip(whole, kept)]
     if validate.whole_number(_NAME, "num_beams", num_beams) == 1:
         stream = stream_tokens(
             model,
@@ -88,9 +113,10 @@ def generate(
             speculative=speculative,
             cache=cache,
             update=update,
+            mask=mask,
         )
         return torch.cat([ids, *(token[:, None] for token in stream)], dim=1)
-    _check(model, ids, max_new_tokens, temperature, top_k)
+    _check(model, ids, mask, max_new_tokens, temperature, top_k)
     _check_update(model, update)
     _check_greedy("num_beams", num_beams, temperature, top_k)
     if num_beams < 1:
@@ -98,7 +124,7 @@ def generate(
     if speculative:
         got, fix = f"num_beams={num_beams} with speculative={speculative!r}", "leave one of them out"
         raise ValueRangeError(message(_NAME, "num_beams", "beams or drafts, not both", got, fix))
-    return torch.cat([ids, beam_search(model, ids, max_new_tokens, num_beams, cache, update)], dim=1)
+    return torch.cat([ids, beam_search(model, ids, mask, max_new_tokens, num_beams, cache, update)], dim=1)
 
 
 def stream_tokens(
@@ -112,25 +138,35 @@ def stream_tokens(
     speculative: bool | str = False,
     cache: HybridState | None = None,
     update: bool = True,
+    mask: Tensor | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the new tokens [B] one by one; the arguments are those of :func:`generate`."""
-    _check(model, ids, max_new_tokens, temperature, top_k, seed)
+    """Yield the new tokens [B] one by one; the arguments are those of :func:`generate`, `ids` a tensor."""
+    _check(model, ids, mask, max_new_tokens, temperature, top_k, seed)
     _check_update(model, update)
     if not speculative:
-        return _stream(model, ids, max_new_tokens, temperature, top_k, seed, cache, update)
+        return _stream(model, ids, mask, max_new_tokens, temperature, top_k, seed, cache, update)
     if speculative not in MODES:
         got, fix = repr(speculative), "name one of these"
         raise ValueRangeError(message(_NAME, "speculative", f"False or one of {MODES}", got, fix))
     _check_greedy("speculative", speculative, temperature, top_k)
-    return speculate(model, ids, max_new_tokens, speculative is EXACT, cache, update)
+    return speculate(model, ids, mask, max_new_tokens, speculative is EXACT, cache, update)
 
 
 def _check(
-    model: HybridLM, ids: Tensor, max_new_tokens: int, temperature: float, top_k: int | None, seed: int | None = None
+    model: HybridLM,
+    ids: Tensor,
+    mask: Tensor | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int | None = None,
 ) -> None:
-    check_ids(_NAME, ids, model.config["vocab_size"], model.embedding.weight.device)
+    check_padded_ids(_NAME, ids, mask, model.config["vocab_size"], model.embedding.weight.device)
     if ids.shape[1] < 1:
         raise ShapeError(message(_NAME, "ids", "[B, T] with T >= 1", str(list(ids.shape)), "pass at least one token"))
+    if mask is not None and not bool(mask.any(1).all()):
+        got = f"none in sequence {int((~mask.any(1)).nonzero()[0])}"
+        raise ValueRangeError(message(_NAME, "mask", "a token in every sequence", got, "leave empty prompts out"))
     for name, value, low in (
         ("temperature", temperature, 0),
         ("max_new_tokens", max_new_tokens, 0),
@@ -164,6 +200,7 @@ def _check_greedy(argument: str, value: object, temperature: float, top_k: int |
 def _stream(
     model: HybridLM,
     ids: Tensor,
+    mask: Tensor | None,
     count: int,
     temperature: float,
     top_k: int | None,
@@ -173,7 +210,7 @@ def _stream(
 ) -> Iterator[Tensor]:
     generator = None if seed is None else torch.Generator(device=ids.device).manual_seed(seed)
     state = HybridState() if cache is None else cache
-    logits = step(model, ids, state, update)
+    logits = step(model, ids, state, update, mask)
     for index in range(count):
         token = sample(logits, temperature, top_k, generator).to(ids.dtype)
         if cache is not None or index + 1 < count:  # nobody needs the step after the last token otherwise
@@ -182,10 +219,13 @@ def _stream(
 
 
 @torch.no_grad()
-def step(model: HybridLM, ids: Tensor, cache: HybridState, update: bool) -> Tensor:
+def step(model: HybridLM, ids: Tensor, cache: HybridState, update: bool, mask: Tensor | None = None) -> Tensor:
     """Return the logits [B, vocab_size] after the last of `ids`, and move `cache` on, fast weights only to `update`."""
-    features, _ = model.features(ids, cache, return_state=True, inplace=True, update=update)
-    return model.logits(features[:, -1:])[:, 0]
+    features, _ = model.features(ids, cache, return_state=True, inplace=True, update=update, mask=mask)
+    if mask is None:
+        return model.logits(features[:, -1:])[:, 0]
+    last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+    return model.logits(features[torch.arange(len(last), device=mask.device), last][:, None])[:, 0]
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None = None) -> Tensor:

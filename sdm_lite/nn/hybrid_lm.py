@@ -13,11 +13,12 @@ from ..errors import DtypeError, SdmError, ValueRangeError, message
 from .attention import FullAttention, SlidingWindowAttention
 from .blocks import Block, NgramEmbedding
 from .cache import HybridState
-from .checks import check_ids, check_vectors
+from .checks import check_vectors
 from .gated_delta_net import GatedDeltaNet
 from .gates import choose
 from .generate import generate
 from .memory_layers import MEMORIES, build_layer, layers_with, memories_of
+from .ragged import Aligned, check_padded_ids, last_columns
 from .short_conv import GatedShortConv
 from .sparse_delta_memory import SparseDeltaMemory
 from .state import MixerState, refuse_gradients
@@ -184,6 +185,7 @@ class HybridLM(nn.Module):
         return_state: bool | None = None,
         inplace: bool = False,
         update: bool = True,
+        mask: Tensor | None = None,
     ) -> Any:
         """Return logits [B, T, vocab_size], or (logits, state) if a state was passed or asked for.
 
@@ -199,6 +201,10 @@ class HybridLM(nn.Module):
             MemoryStates, as those of a decoding cache are, is always updated.
         update : bool
             Whether fast-weight memories write; False: they are read only.
+        mask : Tensor bool [B, T] or None
+            False for padding, at any place: no layer reads or writes it, it has no position, its id does not matter,
+            and its logits are those of a zero vector. The tokens give what they give alone, to rounding
+            (docs/decoding.md). Not inside of ``torch.compile(fullgraph=True)``: the work depends on the lengths.
 
         Raises
         ------
@@ -210,7 +216,7 @@ class HybridLM(nn.Module):
             layer has moved changes nothing; after one that cut a call off, the state only takes a rollback.
         """
         hand_back = state is not None if return_state is None else return_state
-        x, after = self.features(ids, state, return_state=hand_back, inplace=inplace, update=update)
+        x, after = self.features(ids, state, return_state=hand_back, inplace=inplace, update=update, mask=mask)
         return (self.logits(x), after) if hand_back else self.logits(x)
 
     def features(
@@ -221,22 +227,42 @@ class HybridLM(nn.Module):
         return_state: bool = False,
         inplace: bool = False,
         update: bool = True,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, HybridState | None]:
         """Return (the vectors [B, T, dim] that the head sees, the state or None), as :meth:`forward`.
 
         With :meth:`logits` of a part of them, a loss on a few positions saves most of the head's work.
         """
-        check_ids(_NAME, ids, self.config["vocab_size"], self.embedding.weight.device)
+        ids, aligned = self._aligned(ids, mask, return_state and update)
         _check_state(state, inplace)
         state = HybridState() if state is None else state
         state.bind(self, ids.shape[0])
+        lengths = None if aligned is None else aligned.lengths
+        after: HybridState | None = state
         if inplace or any(True for _ in state.memories()):
             refuse_gradients("HybridLM", "state", self)
-            return self._update(ids, state, update), state if return_state else None
-        x, hash_ids, recent = self.embed(ids, state.recent)
-        after: list[Any] = []
-        x = self._through(x, state, hash_ids, after, return_state, inplace=False, update=update)
-        return self.norm(x), HybridState(after, recent, self.config, _model=state._model) if return_state else None
+            x = self._update(ids, state, update, lengths)
+        else:
+            x, hash_ids, recent = self.embed(ids, state.recent, lengths)
+            layers: list[Any] = []
+            x = self._through(x, state, hash_ids, layers, return_state, lengths, inplace=False, update=update)
+            x, after = self.norm(x), HybridState(layers, recent, self.config, _model=state._model)
+        if aligned is not None and mask is not None:
+            x = aligned.put_back(x, mask.shape[1])
+        return x, after if return_state else None
+
+    def _aligned(self, ids: Tensor, mask: Any, keeps_writes: bool) -> tuple[Tensor, Aligned | None]:
+        """Check `ids` and `mask`; where there is padding, return the ids with the tokens first, and where they were."""
+        ids = check_padded_ids(_NAME, ids, mask, self.config["vocab_size"], self.embedding.weight.device)
+        if mask is None or bool(mask.all()):
+            return ids, None
+        if keeps_writes and any(block.fwpkm is not None for block in self.blocks):
+            # an open chunk is one for the batch: shorter sequences would close theirs early
+            got, fix = "padding", "pass prompts of one length, or update=False"
+            expected = "no padding where fast weights write and the state is kept"
+            raise ValueRangeError(message(_NAME, "mask", expected, got, fix))
+        aligned = Aligned.of(mask)
+        return ids.gather(1, aligned.order), aligned
 
     def _through(
         self,
@@ -245,6 +271,7 @@ class HybridLM(nn.Module):
         hash_ids: Any,
         after: list[Any],
         return_state: bool,
+        lengths: Tensor | None,
         *,
         inplace: bool,
         update: bool,
@@ -253,16 +280,16 @@ class HybridLM(nn.Module):
         # a state in place exists, if only as one that stands before the first token
         before: list[Any] = list(state.layers) or [MixerState() if inplace else None for _ in self.blocks]
         for index, block in enumerate(self.blocks):
-            x, one = block(x, before[index], hash_ids, return_state, inplace, update)
+            x, one = block(x, before[index], hash_ids, return_state, inplace, update, lengths)
             after.append(one)
         return x
 
-    def _update(self, ids: Tensor, state: HybridState, update: bool) -> Tensor:
+    def _update(self, ids: Tensor, state: HybridState, update: bool, lengths: Tensor | None) -> Tensor:
         """Return the features and move `state` on."""
-        x, hash_ids, recent = self.embed(ids, state.recent)
+        x, hash_ids, recent = self.embed(ids, state.recent, lengths)
         after: list[Any] = []
         try:
-            x = self._through(x, state, hash_ids, after, True, inplace=True, update=update)
+            x = self._through(x, state, hash_ids, after, True, lengths, inplace=True, update=update)
         except BaseException as error:
             # what a layer refuses, it refuses before it moves
             state.interrupted = bool(state.layers) and (bool(after) or not isinstance(error, SdmError))
@@ -270,13 +297,15 @@ class HybridLM(nn.Module):
         state.layers, state.recent = after, recent
         return self.norm(x)
 
-    def embed(self, ids: Tensor, recent: Tensor | None) -> tuple[Tensor, Any, Tensor]:
+    def embed(self, ids: Tensor, recent: Tensor | None, lengths: Tensor | None = None) -> tuple[Tensor, Any, Tensor]:
         """Return what enters the first layer [B, T, dim], what "hash" addressing hashes, and the last three tokens."""
         recent = ids.new_full((ids.shape[0], 3), -1).long() if recent is None else recent
         x = self.embedding(ids)
         if self.ngrams is not None:
             x = x + self.ngrams(ids, recent)
-        return x, self._hash_ids(ids, recent), torch.cat([recent, ids], dim=1)[:, -3:]
+        seen = torch.cat([recent, ids], dim=1)
+        last = seen[:, -3:] if lengths is None else last_columns(seen, 3, ids.shape[1] - lengths)
+        return x, self._hash_ids(ids, recent), last
 
     def logits(self, features: Tensor) -> Tensor:
         """Return logits [..., vocab_size] of features [..., dim]."""
@@ -291,7 +320,7 @@ class HybridLM(nn.Module):
 
     def generate(
         self,
-        ids: Tensor,
+        ids: Tensor | Sequence[Any],
         max_new_tokens: int,
         *,
         temperature: float = 0.0,
@@ -301,7 +330,8 @@ class HybridLM(nn.Module):
         speculative: bool | str = False,
         cache: HybridState | None = None,
         update: bool = True,
-    ) -> Tensor:
+        mask: Tensor | None = None,
+    ) -> Any:
         """Continue `ids` token by token, each step from the layers' states: see :func:`sdm_lite.nn.generate`."""
         return generate(
             self,
@@ -314,6 +344,7 @@ class HybridLM(nn.Module):
             speculative=speculative,
             cache=cache,
             update=update,
+            mask=mask,
         )
 
 

@@ -10,6 +10,7 @@ from ..errors import ValueRangeError, message
 from ..validate import check_shape
 from .checks import check_vectors
 from .gates import choose
+from .ragged import last_columns
 from .state import MixerState, wants_state
 
 CONV_INITS = ("mix", "current")
@@ -53,8 +54,11 @@ class ShortConv(nn.Module):
             else:
                 self.weight[..., -1] += 1.0
 
-    def forward(self, x: Tensor, taps: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return y [B, T, channels] and the last width - 1 inputs; `taps` are those of the previous call."""
+    def forward(self, x: Tensor, taps: Tensor | None = None, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return y [B, T, channels] and the last width - 1 inputs; `taps` are those of the previous call.
+
+        With `lengths` (int64 [B]) the inputs of a sequence end there; padding stands behind them.
+        """
         channels, _, width = self.weight.shape
         check_vectors("ShortConv", x, channels, self.weight)
         if taps is not None:
@@ -65,14 +69,23 @@ class ShortConv(nn.Module):
         if x.shape[1] == 0:
             return x, taps
         y = F.conv1d(padded.transpose(1, 2), self.weight, groups=self.weight.shape[0]).transpose(1, 2)
+        if lengths is not None:
+            return y, last_columns(padded, width - 1, x.shape[1] - lengths)
         return y, padded[:, padded.shape[1] - (width - 1) :]
 
 
-def convolve(convs: nn.ModuleDict, name: str, x: Tensor, state: MixerState, taps: dict[str, Tensor]) -> Tensor:
+def convolve(
+    convs: nn.ModuleDict,
+    name: str,
+    x: Tensor,
+    state: MixerState,
+    taps: dict[str, Tensor],
+    lengths: Tensor | None = None,
+) -> Tensor:
     """Send `x` through the convolution `name` if there is one, continuing `state`; note its taps in `taps`."""
     if name not in convs:
         return x
-    y, last = convs[name](x, state.taps.get(name))
+    y, last = convs[name](x, state.taps.get(name), lengths)
     taps[name] = last
     return y
 
@@ -111,16 +124,22 @@ class GatedShortConv(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(
-        self, x: Tensor, state: MixerState | None = None, *, return_state: bool | None = None, inplace: bool = False
+        self,
+        x: Tensor,
+        state: MixerState | None = None,
+        *,
+        return_state: bool | None = None,
+        inplace: bool = False,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, MixerState | None]:
         """Return (y [B, T, dim], state); the arguments are those of :class:`SparseDeltaMemory`."""
         check_vectors("GatedShortConv", x, self.v_proj.in_features, self.v_proj.weight)
         hand_back = wants_state(self, x, state, return_state, inplace, taps=self.convs)
         state = MixerState() if state is None else state
         taps: dict[str, Tensor] = {}
-        y = convolve(self.convs, "value", self.v_proj(x), state, taps)
+        y = convolve(self.convs, "value", self.v_proj(x), state, taps, lengths)
         y = self.o_proj(F.silu(self.g_proj(x)) * y)
-        return y, state.advanced(x.shape[1], None, taps) if hand_back else None
+        return y, state.advanced(x.shape[1], None, taps, lengths) if hand_back else None
 
     def flops_per_token(self, context: int = 0) -> dict[str, int]:
         """Return multiply-adds times two per token: {"projections", "state"}."""

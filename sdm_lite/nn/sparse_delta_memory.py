@@ -24,10 +24,17 @@ from .gates import (
     plain_precision,
     widen,
 )
+from .ragged import tokens_of
 from .short_conv import ShortConv, check_conv, convolve
 from .state import MixerState, positions_of, refuse_gradients, tidy, wants_state
 
 _NAME = "SparseDeltaMemory"
+
+
+def _padded(call: tuple[Tensor, ...], there: Tensor) -> tuple[Tensor, ...]:
+    """Return the seven arrays of a call with slot -1, which a MemoryState passes over, where no token is."""
+    absent = ~there[..., None, None]
+    return tuple(part.masked_fill(absent, -1) if index in (1, 5) else part for index, part in enumerate(call))
 
 
 class SparseDeltaMemory(nn.Module):
@@ -203,6 +210,7 @@ class SparseDeltaMemory(nn.Module):
         *,
         return_state: bool | None = None,
         inplace: bool = False,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, MixerState | None]:
         """Return (y [B, T, dim], state).
 
@@ -220,6 +228,9 @@ class SparseDeltaMemory(nn.Module):
         inplace : bool
             Update the passed state's memory in place instead of copying it; no gradients. For decoding. Where a new
             ``MixerState()`` has no memory yet, it becomes a MemoryState over the initial memory.
+        lengths : Tensor int64 [B] or None
+            Tokens of each sequence, where padding stands behind them: it neither reads nor writes, and the state is
+            that after the last token. What `y` holds at the padding means nothing.
 
         Raises
         ------
@@ -236,19 +247,19 @@ class SparseDeltaMemory(nn.Module):
         state = MixerState() if state is None else state
         taps: dict[str, Tensor] = {}
         write_ids, read_ids = self._ids(x, ids, state.position)
-        read = self._address("read", self.Wq_read, x, self.num_reads, read_ids, state, taps)
+        read = self._address("read", self.Wq_read, x, self.num_reads, read_ids, state, taps, lengths)
         if self.write:
-            write = self._address("write", self.Wk_write, x, self.num_writes, write_ids, state, taps)
-            values = convolve(self.convs, "value", self.Wv_write(x), state, taps)
+            write = self._address("write", self.Wk_write, x, self.num_writes, write_ids, state, taps, lengths)
+            values = convolve(self.convs, "value", self.Wv_write(x), state, taps, lengths)
             values = F.silu(values) if self.convs else values
-            readings, memory = self._update(x, values, write, read, state, hand_back, inplace)
+            readings, memory = self._update(x, values, write, read, state, hand_back, inplace, lengths)
         else:
             readings, memory = self._read_only(*read, state, hand_back, inplace)
         # the norm's gain is float32: without this, autocast gives it readings of another dtype
         readings = self.readings_norm(readings.to(x.dtype)).flatten(2)
         if self.output_gate:
             readings = gate_readings(readings, self.Wog(x), self.output_gate)
-        return self.Wo(readings), state.advanced(x.shape[1], memory, taps) if hand_back else None
+        return self.Wo(readings), state.advanced(x.shape[1], memory, taps, lengths) if hand_back else None
 
     def initial_memory(self) -> Tensor:
         """Return the memory [H, N, D] that a sequence starts from."""
@@ -292,14 +303,22 @@ class SparseDeltaMemory(nn.Module):
         return write_ids, read_ids
 
     def _address(
-        self, side: str, project: nn.Linear, x: Tensor, k: int, ids: Tensor | None, state: MixerState, taps: dict
+        self,
+        side: str,
+        project: nn.Linear,
+        x: Tensor,
+        k: int,
+        ids: Tensor | None,
+        state: MixerState,
+        taps: dict[str, Tensor],
+        lengths: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return the slots, int32, and the weights [B, T, H, k] of one side, "read" or "write"."""
         if ids is not None:
             draws = [hash_slots(ids, self.slots_per_head, k, seed=head) for head in range(self.num_heads)]
             slots = torch.stack(draws, dim=2)
             return slots, widen(x).new_full(slots.shape, 1 / k)
-        scores = convolve(self.convs, side, project(x), state, taps)
+        scores = convolve(self.convs, side, project(x), state, taps, lengths)
         scale = self.read_scale if side == "read" else self.write_scale
         with plain_precision(x):
             scores = widen(scores).unflatten(-1, (self.num_heads, sum(self.factors)))
@@ -318,29 +337,41 @@ class SparseDeltaMemory(nn.Module):
         state: MixerState,
         hand_back: bool,
         inplace: bool,
+        lengths: Tensor | None,
     ) -> tuple[Tensor, Any]:
         log_decay, beta = log_decay_and_beta(x, self.a_proj, self.b_proj, self.A_log, self.dt_bias)
         if self.key_weighted_decay:
             log_decay = log_decay[..., None] * write[1]
-        call = (values.unflatten(-1, (self.num_heads, -1)), *write, log_decay, beta, *read)
+        call: tuple[Tensor, ...] = (values.unflatten(-1, (self.num_heads, -1)), *write, log_decay, beta, *read)
         memory = state.memory
         if inplace and memory is None:
             memory = self.new_memory(x.shape[0])
         # the slots are distinct and in range by construction: no need to check them
+        there = None if lengths is None else tokens_of(lengths, x.shape[1])
         if isinstance(memory, MemoryState):
             refuse_gradients(_NAME, "state", self)
-            return memory.extend(*call), memory
+            return memory.extend(*(call if there is None else _padded(call, there))), memory
+        offsets = None
+        if lengths is not None and there is not None:  # the tokens alone, end to end
+            call = tuple(part[there][None] for part in call)
+            offsets = F.pad(lengths.cumsum(0), (1, 0))
         if inplace:
-            return sparse_delta_rule_(*call, memory, rule=self.rule, check=False), memory
-        return sparse_delta_rule(
-            *call,
-            self.initial_memory() if memory is None else memory,
-            rule=self.rule,
-            restore=self.restore,
-            snapshot_dtype=self.snapshot_dtype,
-            output_final_state=hand_back,
-            check=False,
-        )
+            readings = sparse_delta_rule_(*call, memory, rule=self.rule, cu_seqlens=offsets, check=False)
+        else:
+            readings, memory = sparse_delta_rule(
+                *call,
+                self.initial_memory() if memory is None else memory,
+                rule=self.rule,
+                restore=self.restore,
+                snapshot_dtype=self.snapshot_dtype,
+                cu_seqlens=offsets,
+                output_final_state=hand_back,
+                check=False,
+            )
+        if there is None:
+            return readings, memory
+        spread = readings.new_zeros(*there.shape, *readings.shape[2:])
+        return spread.index_put((there,), readings[0]), memory
 
     def _read_only(
         self, slots: Tensor, weights: Tensor, state: MixerState, hand_back: bool, inplace: bool

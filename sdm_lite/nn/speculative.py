@@ -59,7 +59,7 @@ class Drafter:
 
 
 def speculate(
-    model: HybridLM, ids: Tensor, count: int, exact: bool, cache: HybridState | None, update: bool
+    model: HybridLM, ids: Tensor, mask: Tensor | None, count: int, exact: bool, cache: HybridState | None, update: bool
 ) -> Iterator[Tensor]:
     """Yield `count` tokens [B]; arguments as in `generate`.
 
@@ -69,8 +69,9 @@ def speculate(
 
     state = HybridState() if cache is None else cache
     check = check_exactly if exact else check_batched
-    drafters = [Drafter(row) for row in ids.tolist()]
-    logits = step(model, ids, state, update)
+    prompts = ids if mask is None else [row[there] for row, there in zip(ids, mask)]
+    drafters = [Drafter(row.tolist()) for row in prompts]
+    logits = step(model, ids, state, update, mask)
     said, width = 0, 1
     while said < count:
         token = logits.argmax(-1).to(ids.dtype)

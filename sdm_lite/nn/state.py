@@ -42,9 +42,10 @@ class MixerState:
     room: tuple[Tensor, Tensor] | None = None
     fast: Any = None
 
-    def advanced(self, tokens: int, memory: Any, taps: dict[str, Tensor]) -> MixerState:
+    def advanced(self, tokens: int, memory: Any, taps: dict[str, Tensor], lengths: Tensor | None = None) -> MixerState:
         """Return the state of a recurrent layer `tokens` later; the taps are copied, as they are views of a batch."""
-        return MixerState(self.position + tokens, memory, {name: last.clone() for name, last in taps.items()})
+        after = {name: last.clone() for name, last in taps.items()}
+        return MixerState(moved(self.position, tokens, lengths), memory, after)
 
     def parts(self) -> dict[str, Tensor]:
         """Return the tensors that are there, by name."""
@@ -123,6 +124,11 @@ def tidy(position: Tensor) -> int | Tensor:
     """Return the positions [B] of sequences as one int where they are all the same."""
     first = int(position[0]) if position.numel() else 0
     return first if bool((position == first).all()) else position
+
+
+def moved(position: int | Tensor, tokens: int, lengths: Tensor | None) -> int | Tensor:
+    """Return the positions after a call of `tokens` columns, of which each sequence has `lengths` (None: all)."""
+    return position + tokens if lengths is None else tidy(position + lengths)
 
 
 def positions_of(position: int | Tensor, tokens: int, device: torch.device) -> Tensor:
