@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from . import arrays, validate
 from .errors import DtypeError, ValueRangeError, message
-from .placement import FOREIGN, backend_of, device_of
+from .placement import FOREIGN, backend_of, device_of, plain_kind
 from .rooms import DeltaInputs, DeltaOptions
 
 SevenArrays = tuple[Any, Any, Any, Any, Any, Any, Any]  # DeltaInputs without cu_seqlens
@@ -22,7 +21,7 @@ def opened(op: str, given: tuple, choices: tuple) -> tuple[str, SevenArrays, Any
 
     `given` holds nine arrays, of which foreign ones come back as views; `choices` those of :func:`_settled`.
     """
-    plain = _plain_kind(given) if all([isinstance(x, (str, float, int, type(None))) for x in choices]) else None
+    plain = plain_kind(given[:8], choices) if given[8] is None else None
     if plain is not None:
         kind, device = plain
         metadata = tuple([arrays.Metadata(x.shape, x.dtype) for x in given[:8]])
@@ -45,21 +44,7 @@ def _settled(
     return options, backend_of(op, device, backend)
 
 
-# a call repeats itself, and a token takes a kernel less time than its checks take: what passed once passes again
 _settled_before = functools.lru_cache(maxsize=256, typed=True)(_settled)
-
-
-def _plain_kind(given: tuple) -> tuple[str, str] | None:
-    """Return kind and device where the arrays' shapes and dtypes say all that there is to check, else None."""
-    kinds = {type(x) for x in given[:8]}
-    torch = sys.modules.get("torch")
-    if given[8] is not None or (torch is not None and torch.compiler.is_compiling()):
-        return None
-    if kinds == {np.ndarray}:
-        return "numpy", "cpu"
-    if torch is not None and kinds <= {torch.Tensor, torch.nn.Parameter} and not any([x.is_nested for x in given[:8]]):
-        return "torch", str(given[0].device)
-    return None
 
 
 def _viewed(op: str, given: tuple) -> tuple[str, str, tuple]:

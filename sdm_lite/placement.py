@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from . import arrays, rooms
 from .errors import BackendError, DeviceError, message
 
 FOREIGN = ("dlpack", "cuda_array")  # kinds that are worked on as views
+_HASHABLE = (str, float, int, type(None))
 
 
 def on_its_device(op: Callable) -> Callable:
@@ -26,6 +28,22 @@ def on_its_device(op: Callable) -> Callable:
             return op(*args, **options)
 
     return run
+
+
+def plain_kind(given: Sequence[Any], choices: Sequence[Any] = ()) -> tuple[str, str] | None:
+    """Return kind and device where the arrays' shapes and dtypes say all that there is to check, else None.
+
+    A call repeats itself, and its checks may take longer than its kernel: what passed once need not be checked again.
+    """
+    kinds = {type(x) for x in given}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.compiler.is_compiling() or not all([isinstance(x, _HASHABLE) for x in choices]):
+        return None
+    if kinds == {np.ndarray}:
+        return "numpy", "cpu"
+    if torch is not None and kinds <= {torch.Tensor, torch.nn.Parameter} and not any([x.is_nested for x in given]):
+        return "torch", str(given[0].device)
+    return None
 
 
 def device_of(op: str, kind: str, named: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -9,12 +10,13 @@ import numpy as np
 
 from . import arrays, rooms, validate
 from .errors import DtypeError, ShapeError, SlotError, ValueRangeError, message
-from .placement import FOREIGN, backend_of, device_of, host_backend, on_its_device
+from .placement import FOREIGN, backend_of, device_of, host_backend, on_its_device, plain_kind
 
 __all__ = ["embedding_bag", "embedding_bag_gradient", "idw_product_key_topk", "product_key_lookup"]
 
 #: of each compute dtype, the smallest and the greatest number above 0
 _RANGES = {"float32": (2.0**-149, (2 - 2.0**-23) * 2.0**127), "float64": (5e-324, 1.7976931348623157e308)}
+_UNSIGNED = {np.dtype(np.int32): np.dtype(np.uint32), np.dtype(np.int64): np.dtype(np.uint64)}
 _TABLES = ("float64", "float32")  # dtypes of keys and values: fast weights are float32 at rest
 
 
@@ -173,16 +175,19 @@ def embedding_bag(
     array([[ 7.],
            [20.]])
     """
-    op = "embedding_bag"
-    named, given = {"values": values, "slots": slots, "weights": weights}, values
-    kind = arrays.common_kind(op, named)
-    device = device_of(op, kind, named)
-    if kind in FOREIGN:
-        values, slots, weights = (arrays.to_room(op, name, x) for name, x in named.items())
-    validate.check_shape(op, "values", values, (None, None), "[S, D]")
-    _check_bag(op, slots, weights, "weights", tuple(slots.shape), "[..., k]")
-    validate.check_dtype(op, "values", values, _TABLES)
-    name = backend_of(op, device, backend)
+    op, given = "embedding_bag", values
+    plain = plain_kind((values, slots, weights), (backend,))
+    if plain is not None:
+        kind, device = plain
+        metadata = [arrays.Metadata(x.shape, x.dtype) for x in (values, slots, weights)]
+        name = _settled_bag_before(op, device, *metadata, backend)
+    else:
+        named = {"values": values, "slots": slots, "weights": weights}
+        kind = arrays.common_kind(op, named)
+        device = device_of(op, kind, named)
+        if kind in FOREIGN:
+            values, slots, weights = (arrays.to_room(op, name, x) for name, x in named.items())
+        name = _settled_bag(op, device, values, slots, weights, backend)
     if kind == "torch":
         from . import torch_product_keys
 
@@ -200,6 +205,17 @@ def embedding_bag(
     scale = arrays.to_float(weights, values.dtype).reshape(flat.shape)
     readings = room.embedding_bag_forward(arrays.plain(values, None), flat, scale)
     return arrays.like(given, kind, readings.reshape(*slots.shape[:-1], values.shape[1]))
+
+
+def _settled_bag(op: str, device: str, values: Any, slots: Any, weights: Any, backend: Any) -> str:
+    """Check the metadata of an embedding bag and return the room."""
+    validate.check_shape(op, "values", values, (None, None), "[S, D]")
+    _check_bag(op, slots, weights, "weights", tuple(slots.shape), "[..., k]")
+    validate.check_dtype(op, "values", values, _TABLES)
+    return backend_of(op, device, backend)
+
+
+_settled_bag_before = functools.lru_cache(maxsize=256, typed=True)(_settled_bag)
 
 
 @on_its_device
@@ -302,7 +318,8 @@ def check_bag_slots(op: str, slots: Any, num_slots: int) -> Any:
 
     Waits for the device of slots on a GPU.
     """
-    if slots.size and (slots.min() < 0 or slots.max() >= num_slots):
+    beyond = slots.view(_UNSIGNED[slots.dtype])  # a negative one is beyond all
+    if slots.size and beyond.max() >= num_slots:
         bad = int(slots[(slots < 0) | (slots >= num_slots)][0])
         raise SlotError(message(op, "slots", f"slots in [0, {num_slots})", str(bad), "check the table's size"))
     return arrays.plain(slots, np.int32).reshape(math.prod(slots.shape[:-1]), slots.shape[-1])

@@ -16,6 +16,7 @@ operands, which is what `torch.library.register_autocast` offers, would round th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -188,21 +189,22 @@ def _overlaps(x: Tensor) -> bool:
     return False
 
 
-def _check_plain(op: str, name: str, x: Tensor) -> None:
+def _refuse(op: str, name: str, x: Tensor) -> NoReturn:
     """Raise DtypeError for a tensor whose numbers do not lie in memory as its strides say."""
     if x.layout is not torch.strided or x.is_nested:
         got, fix = "a nested one" if x.is_nested else f"layout {x.layout}", "call .to_dense(), or pad it"
         raise DtypeError(message(op, name, "a dense tensor", got, fix))
-    if not torch.compiler.is_compiling() and x.is_neg():
-        got, fix = "one with the negative bit, such as z.conj().imag", "call .resolve_neg()"
-        raise DtypeError(message(op, name, "a tensor that holds its numbers", got, fix))
+    got, fix = "one with the negative bit, such as z.conj().imag", "call .resolve_neg()"
+    raise DtypeError(message(op, name, "a tensor that holds its numbers", got, fix))
 
 
 def _check_devices(op: str, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
     """Raise unless all tensors are dense and lie on the CPU, or on one GPU that the cuda room serves."""
     present = {name: x for name, x in zip(names, tensors) if x is not None}
+    compiling = torch.compiler.is_compiling()
     for name, x in present.items():
-        _check_plain(op, name, x)
+        if x.layout is not torch.strided or x.is_nested or (not compiling and x.is_neg()):
+            _refuse(op, name, x)
     away = next((x for x in present.values() if x.device.type != "cpu"), None)
     if away is None:
         return

@@ -94,7 +94,7 @@ def from_room(array: Any) -> Tensor:
 
 def to_floats(x: Tensor, dtype: torch.dtype) -> Any:
     """Return a tensor's values as a plain array of the compute dtype: a view if it is one already."""
-    return arrays.plain(view(x.detach().to(dtype)), None)
+    return arrays.plain(view(x if x.dtype is dtype else x.detach().to(dtype)), None)
 
 
 def to_int64(x: Tensor) -> Any:
