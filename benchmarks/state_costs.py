@@ -132,11 +132,11 @@ def prefill(batch: int, num_slots: int = 57600, width: int = 960) -> tuple[float
     return found.median("extend"), found.ratio("extend", "op")
 
 
-def decode(batch: int, rounds: int = 30, tokens: int = 64) -> tuple[float, float, float]:
-    """Return the time of a step, of the row limit, and its share, in turn: `tokens` steps each, median over rounds.
+def decode(batch: int, rounds: int = 30, tokens: int = 64) -> tuple[float, list[float], list[float]]:
+    """Return the time of a step, of the row limit on one thread and on two, and the shares of both, in turn.
 
-    The steps' rows are owned already, as in a sequence that has run for a while. The limit has two threads, and dense
-    memories.
+    `tokens` steps each, median over rounds. The steps' rows are owned already, as in a sequence that has run for a
+    while; the limit has dense memories. A step of one sequence takes one thread: waking another costs as much.
     """
     initial = np.random.default_rng(0).standard_normal((2, 57600, 960), dtype=np.float32)
     drawn = [single("uniform", PIECE, 57600, 960, seed)[0] for seed in range(batch)]
@@ -144,14 +144,17 @@ def decode(batch: int, rounds: int = 30, tokens: int = 64) -> tuple[float, float
     state = sdm_lite.MemoryState(initial, batch)
     state.extend(*call)
     table = np.repeat(initial[None], batch, axis=0)
-    steps, limits = [], []
+    steps: list[Callable] = []
+    limits: dict[int, list[Callable]] = {1: [], 2: []}
     for t in range(tokens):
         one = Inputs(*(np.ascontiguousarray(x[:, t : t + 1]) for x in call), initial, call[0][:0])
         steps.append(functools.partial(state.step, *(x[:, 0] for x in list(vars(one).values())[:7])))
-        limits.append(row_limit.row_mover(one, table, 2))
-    took = np.array([(each(steps), each(limits)) for _ in range(rounds)])[1:]  # the first round warms up
-    step, limit = np.median(took, axis=0)
-    return step, limit, float(np.median(took[:, 1] / took[:, 0]))
+        for threads, calls in limits.items():
+            calls.append(row_limit.row_mover(one, table, threads))
+    turns = [(each(steps), *(each(calls) for calls in limits.values())) for _ in range(rounds)]
+    took = np.array(turns)[1:]  # the first round warms up
+    step, *limit = np.median(took, axis=0)
+    return step, limit, np.median(took[:, 1:] / took[:, :1], axis=0).tolist()
 
 
 def after_history(num_slots: int, slots_used: int = 7200, width: int = 16) -> sdm_lite.MemoryState:
@@ -181,8 +184,12 @@ def times() -> None:
     for batch in (1, 8):
         took, ratio = prefill(batch)
         print(f"prefill of {PIECE} tokens, B = {batch}: {1e3 * took:.1f} ms, {ratio:.2f} times the op's")
-        step, limit, share = decode(batch)
-        print(f"step, B = {batch}: {1e6 * step:.0f} us, row limit {1e6 * limit:.0f} us, share {share:.2f}")
+        step, limits, shares = decode(batch)
+        found = ", ".join(
+            f"row limit on {threads} thread{'s'[: threads - 1]} {1e6 * limit:.0f} us: share {share:.2f}"
+            for threads, limit, share in zip((1, 2), limits, shares)
+        )
+        print(f"step, B = {batch}: {1e6 * step:.0f} us; {found}")
     for num_slots in (7200, 57600):
         state = after_history(num_slots)
         took, rows = seconds(lambda state=state: state.fork([0]), 200), state.nbytes().owned // 64
