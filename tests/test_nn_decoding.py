@@ -108,7 +108,7 @@ def test_drafts_save_calls():
     """On a text that repeats itself, checked blocks are longer than one token."""
     model, ids, blocks = build("sdm", tie_embeddings=False, zero_head=True), prompt(1, 3), []
     embed = model.embed
-    model.embed = lambda ids, recent: blocks.append(ids.shape[1]) or embed(ids, recent)
+    model.embed = lambda ids, *rest: blocks.append(ids.shape[1]) or embed(ids, *rest)
     model.generate(ids, 60, speculative="batched")  # a zero head says token 0 for ever
     assert len(blocks) < 20 and max(blocks) == 9
 
