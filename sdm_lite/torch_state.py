@@ -41,22 +41,21 @@ def run(state: MemoryState, op: str, given: tuple[Tensor, ...], one_token: bool)
         name = next(name for name, x in zip(_NAMES, given) if x.requires_grad)
         expected, got = "tensors without gradients: a state has none", "one that requires a gradient"
         raise ValueRangeError(message(op, name, expected, got, "use sparse_delta_rule, or torch.no_grad()"))
-    call = calls.lifted(op, list(given)) if one_token else list(given)
-    calls.check(state, op, call)
+    calls.check(state, op, given, one_token)
     if torch.compiler.is_compiling():
-        readings = memory_state_advance(*call, state._handle, op)
-        return readings[:, 0] if one_token else readings
-    inputs = _canonical(state.dtype, given)
-    plan = _plan(state, given, inputs)
+        return memory_state_advance(*given, state._handle, op)
+    readings, plan = _advance(state, op, given)
     calls.keep(state, plan, Tensor, given, one_token)
-    return plan.give_back(calls.advance(state, op, plan, inputs))
+    return readings
 
 
-def _plan(state: MemoryState, call: Sequence[Tensor], inputs: list[np.ndarray]) -> calls.Plan:
-    """Return the plan of a call whose metadata have been checked, from its canonical arrays too."""
-    return calls.plan_of(state, inputs)._replace(
+def _advance(state: MemoryState, op: str, call: Sequence[Tensor]) -> tuple[Tensor, calls.Plan]:
+    """Run a call whose metadata have been checked; return its readings and its plan."""
+    inputs = _canonical(state.dtype, call)
+    plan = calls.plan_of(state, inputs)._replace(
         canonical=functools.partial(_again, state.dtype), give_back=functools.partial(_give_back, call[0].dtype)
     )
+    return plan.give_back(calls.advance(state, op, plan, inputs)), plan
 
 
 def _again(state_dtype: str, call: Sequence[Tensor]) -> list[np.ndarray] | None:
@@ -115,9 +114,7 @@ def memory_state_advance(*operands: Any) -> Tensor:
     """Advance the state with this handle and return the readings."""
     *call, handle, op = operands
     state = _states[int(handle[0])]
-    inputs = _canonical(state.dtype, call)
-    plan = _plan(state, call, inputs)
-    readings = plan.give_back(calls.advance(state, op, plan, inputs))
+    readings, _ = _advance(state, op, call)
     handle[1] += 1
     return readings
 

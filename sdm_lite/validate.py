@@ -207,16 +207,17 @@ def check_slots(op: str, name: str, slots: np.ndarray, num_slots: int) -> None:
     if outside.any():
         where = tuple(int(i) for i in np.argwhere(outside)[0])
         row = slots[where]
-        bad = row[(row < 0) | (row >= num_slots)][0]
-        raise SlotError(
-            message(
-                op, name, f"slots in [0, {num_slots})", f"{bad} at [B, T, H] = {list(where)}", "check the table's size"
-            )
-        )
+        got = f"{row[(row < 0) | (row >= num_slots)][0]} at {_place(where)}"
+        raise SlotError(message(op, name, f"slots in [0, {num_slots})", got, "check the table's size"))
     repeated = (ascending[..., 1:] == ascending[..., :-1]).any(axis=-1)
     if repeated.any():
         where = tuple(int(i) for i in np.argwhere(repeated)[0])
         row = ascending[where]
         twice = row[1:][row[1:] == row[:-1]][0]
-        got = f"slot {twice} twice at [B, T, H] = {list(where)}"
+        got = f"slot {twice} twice at {_place(where)}"
         raise SlotError(message(op, name, "distinct slots per token", got, "merge the repeated slot's weights"))
+
+
+def _place(where: tuple[int, ...]) -> str:
+    """Return where a lane's token stands, in the letters of an op, or of a step, whose arrays have no T."""
+    return f"{'[B, T, H]' if len(where) == 3 else '[B, H]'} = {list(where)}"

@@ -45,7 +45,10 @@ def safetensors_for(op: str, framework: str) -> Any:
 
 def unreadable(op: str, path: Path, error: OSError) -> FileError:
     """Return the error of a file that the system does not let us read."""
-    got = error.strerror or str(error) or "none"
+    if isinstance(error, FileNotFoundError):  # safetensors' own has no strerror, and names the path again
+        got = "no such file"
+    else:
+        got = "a folder" if path.is_dir() else error.strerror or str(error) or "none"
     return FileError(message(op, str(path), "a file that can be read", got, "check the path"))
 
 

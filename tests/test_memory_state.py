@@ -6,20 +6,20 @@ import copy
 import gc
 import os
 import pathlib
-import pickle
 import subprocess
 import sys
 import threading
 
 import numpy as np
 import pytest
-from cases import DELTA_CASES, case_id, distinct_slots, make_case
+from cases import DELTA_CASES, case_id, make_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from state_calls import token
 from state_programs import OPERATIONS, Program
 
 import sdm_lite
-from sdm_lite import MemoryState, StateBusy, StateFull
+from sdm_lite import MemoryState, StateFull
 
 #: programs of random operations; very many of them: python tests/support/state_programs.py 50000
 PROGRAMS = int(os.environ.get("SDM_LITE_STATE_PROGRAMS", "2000"))
@@ -121,19 +121,6 @@ def test_random_programs(folder, seed, program, batch, dtype, rule, per_slot_dec
 
 
 # ---- what the programs above do not reach -----------------------------------------------------------------------
-
-
-def token(rng, shape=(1, 2), slots=64, width=16, writes=4, reads=4, dtype=np.float32):
-    """Return the seven arrays of one step (or of extend, with a longer shape)."""
-    return [
-        rng.standard_normal((*shape, width)).astype(dtype),
-        distinct_slots(rng, shape, writes, slots),
-        rng.standard_normal((*shape, writes)).astype(dtype),
-        -rng.exponential(0.1, shape).astype(dtype),
-        rng.uniform(0, 1, shape).astype(dtype),
-        distinct_slots(rng, shape, reads, slots),
-        rng.standard_normal((*shape, reads)).astype(dtype),
-    ]
 
 
 @pytest.fixture
@@ -244,83 +231,6 @@ def test_pages_that_cannot_be_had_change_nothing(rng, monkeypatch):
     del dense
 
 
-def bad_calls(rng):
-    """Yield (name of the mistake, changed call) of one step."""
-    good = token(rng)
-    for place, what, value in (
-        (1, "slot past the end", 64),
-        (5, "slot below zero", -2),
-        (1, "a lone -1", -1),
-    ):
-        call = [a.copy() for a in good]
-        call[place][0, 1, 0] = value
-        yield what, call, IndexError
-    call = [a.copy() for a in good]
-    call[1], call[5] = (np.full_like(call[place], -(2**40), np.int64) for place in (1, 5))
-    yield "below zero everywhere, but no padding", call, IndexError
-    call = [a.copy() for a in good]
-    call[1][0, 0, 1] = call[1][0, 0, 0]
-    yield "slot twice", call, IndexError
-    call = [a.copy() for a in good]
-    call[1][0, 0], call[5][0, 0] = -1, -1
-    yield "padded in one head only", call, IndexError
-    call = [a.copy() for a in good]
-    call[1][:] = -1
-    yield "writes padded, reads not", call, IndexError
-    for value in (0.1, np.nan):
-        call = [a.copy() for a in good]
-        call[3][0, 0] = value
-        yield f"log_decay {value}", call, ValueError
-    yield "another batch", token(rng, (2, 2)), ValueError
-    yield "another width", token(rng, width=8), ValueError
-    yield "an axis too many", token(rng, (1, 1, 2)), ValueError
-    yield "slots of floats", [a.astype(np.float32) for a in good], TypeError
-    yield "lists", [a.tolist() for a in good], TypeError
-
-
-def test_mistakes_raise_and_change_nothing(rng):
-    state = MemoryState((2, 64, 16), 1)
-    state.step(*token(rng))
-    dense, owned = state.dense(), state.nbytes()
-    for what, call, error in bad_calls(rng):
-        with pytest.raises(error, match="MemoryState.step: .*Fix: ") as raised:
-            state.step(*call)
-        assert isinstance(raised.value, sdm_lite.SdmError), what
-        assert np.array_equal(state.dense(), dense) and state.nbytes() == owned, what
-        assert state.tokens.tolist() == [1], what
-    state.step(*token(rng))
-
-
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        (lambda s: s.fork([1]), ValueError),
-        (lambda s: s.fork(0), ValueError),
-        (lambda s: s.reorder([0.5]), TypeError),
-        (lambda s: s.reorder([-1]), ValueError),
-        (lambda s: s.reset(3), ValueError),
-        (lambda s: s.append(-1), ValueError),
-        (lambda s: s.evict([7]), ValueError),
-        (lambda s: s.rollback("mark"), ValueError),
-        (lambda s: s.release(MemoryState((1, 2, 3), 1).mark()), ValueError),
-        (lambda s: MemoryState(np.zeros((2, 3), np.float32), 1), ValueError),
-        (lambda s: MemoryState(np.zeros((2, 3, 4), np.int32), 1), TypeError),
-        (lambda s: MemoryState(np.zeros((4, 3, 2), np.float32).T, 1), ValueError),
-        (lambda s: MemoryState((1, 2, 3), -1), ValueError),
-        (lambda s: MemoryState((1, 2, 3), 1.5), TypeError),
-        (lambda s: MemoryState((1, 2, 3), 1, rule="other"), ValueError),
-        (lambda s: MemoryState((1, 2, 3), 1, dtype="int8"), TypeError),
-        (lambda s: MemoryState((1, 2, 3), 1, dtype="bfloat16"), TypeError),
-    ],
-)
-def test_wrong_arguments_raise_in_the_house_form(change, error):
-    state = MemoryState((1, 2, 3), 1)
-    with pytest.raises(error, match="MemoryState.*: expected .*got .*Fix: ") as raised:
-        change(state)
-    assert isinstance(raised.value, sdm_lite.SdmError)
-    assert state.batch == 1
-
-
 def test_two_states_in_two_threads(rng, threads_at_any_size):
     initial = rng.standard_normal((2, 64, 16)).astype(np.float32)
     parent = MemoryState(initial, 2)
@@ -341,29 +251,6 @@ def test_two_states_in_two_threads(rng, threads_at_any_size):
         assert np.array_equal(forks[i].dense(), alone[i].dense())
 
 
-def test_one_state_in_two_threads_raises(rng, monkeypatch):
-    from sdm_lite.memory_state import call as calls
-
-    state, entered, leave = MemoryState((2, 64, 16), 1), threading.Event(), threading.Event()
-    kernel = calls.sparse_delta_paged
-
-    def slow(*arguments):
-        entered.set()
-        assert leave.wait(30)
-        return kernel(*arguments)
-
-    monkeypatch.setattr(calls, "sparse_delta_paged", slow)
-    thread = threading.Thread(target=state.step, args=token(rng))
-    thread.start()
-    assert entered.wait(30)
-    for second in (lambda: state.step(*token(rng)), state.dense, state.mark, lambda: state.fork([0]), state.nbytes):
-        with pytest.raises(StateBusy, match="one call at a time"):
-            second()
-    leave.set()
-    thread.join()
-    assert state.tokens.tolist() == [1]
-
-
 def test_inputs_of_any_layout_and_integer(rng):
     call, state, other = token(rng), MemoryState((2, 64, 16), 1), MemoryState((2, 64, 16), 1)
     odd = [np.asfortranarray(a.astype(np.int64) if a.dtype == np.int32 else a.astype(np.float64)) for a in call]
@@ -376,124 +263,7 @@ def test_inputs_of_any_layout_and_integer(rng):
     )
 
 
-def test_a_repeated_step_is_checked_where_its_arrays_differ(rng):
-    initial = rng.standard_normal((2, 64, 16)).astype(np.float32)
-    state, plain = MemoryState(initial, 2), MemoryState(initial, 2)
-    calls = [token(rng, (2, 2)) for _ in range(5)]
-    state.step(*calls[0]), plain.step(*calls[0])
-    strided = [np.repeat(a, 2, axis=-1)[..., ::2] for a in calls[1]]
-    assert np.array_equal(state.step(*strided), plain.step(*calls[1]))
-    for a in calls[2]:
-        a.setflags(write=False)
-    assert np.array_equal(state.step(*calls[2]), plain.step(*[a.copy() for a in calls[2]]))
-    kept = state.step(*calls[3])
-    want = kept.copy()
-    state.step(*calls[4])
-    assert np.array_equal(kept, want)  # readings are the caller's
-    swapped = [a.view(a.dtype.newbyteorder()) for a in calls[4]]
-    with pytest.raises(TypeError, match="native byte order"):
-        state.step(*swapped)
-    with pytest.raises(ValueError, match="values: expected shape"):
-        state.extend(*calls[4])  # a step's arrays, in shapes that a step has passed with
-    state.evict([0])
-    with pytest.raises(sdm_lite.ShapeError, match="a batch of 1"):
-        state.step(*calls[4])
-    assert state.tokens.tolist() == [5]
-
-
 # ---- torch ------------------------------------------------------------------------------------------------------
-
-
-def tensors(call):
-    torch = pytest.importorskip("torch")
-    return [torch.from_numpy(a) for a in call]
-
-
-def test_torch_in_torch_out_without_gradients(rng):
-    torch = pytest.importorskip("torch")
-    initial = torch.from_numpy(rng.standard_normal((2, 64, 16)).astype(np.float32))
-    state, mirror = MemoryState(initial, 1), MemoryState(initial.numpy(), 1)
-    call = token(rng)
-    assert torch.equal(state.step(*tensors(call)), torch.from_numpy(mirror.step(*call)))
-    assert torch.equal(state.dense(), torch.from_numpy(mirror.dense()))
-    initial_at = state._initial.bits.ctypes.data
-    assert initial_at == initial.data_ptr()  # by reference
-    wants = tensors(call)
-    wants[0].requires_grad_()
-    with pytest.raises(ValueError, match="values: expected tensors without gradients"):
-        state.step(*wants)
-    with torch.no_grad():
-        state.step(*wants)
-    with pytest.raises(ValueError, match="detach"):
-        MemoryState(torch.nn.Parameter(initial), 1)
-    with torch.inference_mode():
-        made_inside = MemoryState(initial, 1)
-        made_inside.step(*tensors(call))
-        state.step(*tensors(call))
-    made_inside.step(*tensors(call))
-
-
-def test_a_repeated_step_of_tensors_is_checked_where_they_differ(rng):
-    torch = pytest.importorskip("torch")
-    state, plain = MemoryState((2, 64, 16), 1, dtype=torch.float32), MemoryState((2, 64, 16), 1)
-    calls = [token(rng) for _ in range(3)]
-    for call in calls[:2]:
-        assert torch.equal(state.step(*tensors(call)), torch.from_numpy(plain.step(*call)))
-    wants = tensors(calls[2])
-    wants[2].requires_grad_()
-    with pytest.raises(ValueError, match="write_weights: expected tensors without gradients"):
-        state.step(*wants)
-    away = tensors(calls[2])
-    away[4] = away[4].to("meta")
-    with pytest.raises(sdm_lite.DeviceError, match="beta"):
-        state.step(*away)
-    with pytest.raises(sdm_lite.DtypeError, match="all of one kind"):
-        state.step(*tensors(calls[2])[:6], calls[2][6])
-    with torch.no_grad():
-        assert torch.equal(state.step(*wants), torch.from_numpy(plain.step(*calls[2])))
-    halves = [a if a.dtype == torch.int32 else a.bfloat16() for a in tensors(calls[2])]
-    readings = [state.fork([0]).step(*halves), state.step(*halves)]
-    assert readings[0].dtype == torch.bfloat16 and torch.equal(*readings)
-
-
-def test_torch_compile_serves_every_state_with_one_graph(rng):
-    torch = pytest.importorskip("torch")
-    initial = torch.from_numpy(rng.standard_normal((2, 64, 16)).astype(np.float32))
-    eager = MemoryState(initial, 1)
-    with torch.inference_mode():
-        made_inside = eager.fork([0])
-    states = [eager.fork([0]), eager.fork([0]), made_inside]
-    calls = [tensors(token(rng)) for _ in range(2)]
-
-    def two_tokens(state, first, second):
-        state.step(*first)  # its readings are not used: it must not be dropped
-        return state.step(*second) * 2
-
-    want = two_tokens(eager, *calls)
-    graphs = []
-
-    def count(graph, _):
-        graphs.append(graph)
-        return graph
-
-    for backend, fullgraph in ((count, True), ("aot_eager", True)):
-        compiled = torch.compile(two_tokens, fullgraph=fullgraph, backend=backend)
-        copies = [state.fork([0]) for state in states]
-        for state in copies:
-            assert torch.equal(compiled(state, *calls), want)
-            assert torch.equal(state.dense(), eager.dense()) and state.tokens.tolist() == [2]
-    assert len(graphs) == 1
-
-
-def test_the_op_keeps_its_promises_to_torch(rng):
-    torch = pytest.importorskip("torch")
-    from sdm_lite import torch_state
-
-    state = MemoryState((2, 64, 16), 1, dtype=torch.float32)
-    call = tensors(token(rng, (1, 3, 2)))
-    torch.library.opcheck(
-        torch_state.memory_state_advance, (*call, state._handle, "test"), test_utils=("test_schema", "test_faketensor")
-    )
 
 
 # ---- the page ---------------------------------------------------------------------------------------------------
@@ -524,33 +294,3 @@ def test_a_copy_is_a_fork(duplicate):
     other.reset(0)  # settles what the copy gave back; rows it gave out again would now be written
     other.extend(*(a[:1] for a in args[:7]))
     assert np.array_equal(state.dense(), want)
-
-
-def test_a_state_is_not_pickled():
-    with pytest.raises(sdm_lite.SdmError, match=r"save\(\)"):
-        pickle.dumps(MemoryState((1, 8, 2), 1))
-
-
-@pytest.mark.parametrize(
-    ("mistake", "kind"),
-    [
-        (lambda state: MemoryState((1, 8, 2), 10**12), sdm_lite.ValueRangeError),
-        (lambda state: MemoryState((1, 8, 2), 2**31 - 1), StateFull),
-        (lambda state: state.append(10**13), sdm_lite.ValueRangeError),
-        (lambda state: state.append(2**30 - 3), StateFull),
-        (lambda state: state.reset([[0], [0, 1]]), sdm_lite.DtypeError),
-        (lambda state: state.reset(None), sdm_lite.DtypeError),
-    ],
-)
-def test_absurd_sizes_and_indices_change_nothing(mistake, kind):
-    state = MemoryState((2, 8, 2), 2)
-    with pytest.raises(kind, match="MemoryState"):
-        mistake(state)
-    assert state.batch == 2 and state.tokens.tolist() == [0, 0]
-
-
-def test_another_batch_is_a_mistake_of_the_values():
-    args = make_case("plain", shared_state=True).arguments()
-    state = MemoryState(args[7], args[0].shape[0] + 3)
-    with pytest.raises(sdm_lite.ShapeError, match=f"values: expected a batch of {state.batch}"):
-        state.step(*(a[:, 0] for a in args[:7]))

@@ -214,8 +214,9 @@ def test_padding_is_not_counted_as_use_of_a_table():
 def test_fast_weights_are_read_with_padding_and_refuse_to_write_chunks_of_unequal_lengths():
     model, rows = build("fwpkm"), prompts((5, 2))
     ids, mask = padded(rows)
-    with pytest.raises(ValueRangeError, match="HybridLM: mask: .* update=False"):
-        model(ids, HybridState(), mask=mask)
+    for options in ({}, {"inplace": True, "return_state": False}):
+        with pytest.raises(ValueRangeError, match="HybridLM: mask: .* update=False"), torch.no_grad():
+            model(ids, HybridState(), mask=mask, **options)
     found = model.generate(rows, 4, update=False)
     assert all(torch.equal(one, model.generate(row[None], 4, update=False)[0]) for one, row in zip(found, rows))
 

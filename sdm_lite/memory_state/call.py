@@ -20,13 +20,19 @@ from ..cpu.forward import Tokens
 from ..cpu.sparse_delta import PagedCall, paged_call, sparse_delta_paged
 from ..errors import DtypeError, ShapeError, SlotError, message
 from ..rooms import DeltaInputs
-from .undo import Index
+from .index import Index
 
 if TYPE_CHECKING:
     from .state import MemoryState
 
 NAMES = DeltaInputs._fields[:7]
 _SLOTS = np.dtype(np.int32)
+
+
+class _Dtype(NamedTuple):
+    """A dtype by its name alone: the cached look-up of NumPy's would draw a warning of torch.compile."""
+
+    name: str
 
 
 class Plan(NamedTuple):
@@ -61,7 +67,7 @@ def run(state: MemoryState, op: str, given: tuple, *, one_token: bool) -> Any:
 
         return torch_state.run(state, op, given, one_token)
     views = [arrays.to_numpy(op, name, x) for name, x in zip(NAMES, given)]
-    check(state, op, lifted(op, views) if one_token else views)
+    check(state, op, views, one_token)
     canonical = functools.partial(_canonical, state._initial.compute)
     inputs, dtype = canonical(views), views[0].dtype
     like = None if kind == "numpy" else given[0]  # a plan that is kept holds none of the caller's arrays
@@ -93,24 +99,37 @@ def _seen(kind: type, given: Sequence[Any], one_token: bool) -> tuple:
     return one_token, [(x.shape, x.dtype) for x in arrays_of_kind]
 
 
-def lifted(op: str, call: list) -> list:
-    """Return a step's arrays with an axis of one token, whatever their framework."""
-    for name, x, letters in zip(NAMES, call, ("D", "W", "W", "", "", "R", "R")):
-        ranks = (2, 3) if name == "log_decay" else (3,) if letters else (2,)
-        if len(x.shape) not in ranks:
-            sizes = (None,) * ranks[-1]
-            fix = "pass one token, or call extend with [B, T, H, ...]"
-            validate.check_shape(op, name, x, sizes, f"[B, H, {letters}]" if letters else "[B, H]", fix)
-    return [x[:, None] for x in call]
-
-
-def check(state: MemoryState, op: str, call: list) -> None:
-    """Check the metadata of [B, T, H, ...] arrays."""
-    like = arrays.Metadata(state.shape, np.dtype(state._initial.compute))
-    v, ws, ww, g, b, rs, rw = call
-    if len(v.shape) == 4:
-        _check_batch(state, op, v.shape)
+def check(state: MemoryState, op: str, call: Sequence[Any], one_token: bool) -> None:
+    """Check the metadata of a call, whatever its framework: the shapes as the caller has them, then as the op does."""
+    _check_shapes(state, op, call, one_token)
+    v, ws, ww, g, b, rs, rw = [x[:, None] for x in call] if one_token else call
+    like = arrays.Metadata(state.shape, _Dtype(state.dtype))
     validate.check_delta(op, v, ws, ww, g, b, rs, rw, like, None, in_place=True)
+
+
+def _check_shapes(state: MemoryState, op: str, call: Sequence[Any], one_token: bool) -> None:
+    """Raise ShapeError, in the letters of `step` or of `extend`, unless the arrays fit the state and each other."""
+    axes = "B, H" if one_token else "B, T, H"
+    rank = 2 if one_token else 3
+    _, heads, _, width = state.shape
+    token: tuple[int | None, ...] = (None,) * (rank - 1) + (heads,)
+    widths: dict[str, int | None] = {"D": width, "W": None, "R": None}
+    for name, x, letter in zip(NAMES, call, ("D", "W", "W", "", "", "R", "R")):
+        if name == "log_decay" and len(x.shape) == rank + 1:
+            letter = "W"
+        if len(x.shape) != rank + bool(letter):
+            fix = "pass one token, or call extend with [B, T, H, ...]" if one_token else "pass it in this layout"
+        elif name == "values":
+            fix = f"H and D are those of the state, [B, H, N, D] = {list(state.shape)}"
+        else:
+            fix = f"B to H follow values {list(call[0].shape)}, W and R the slots: change one of the two"
+        expected = (*token, widths[letter]) if letter else token
+        validate.check_shape(op, name, x, expected, f"[{axes}, {letter}]" if letter else f"[{axes}]", fix)
+        if name == "values":
+            _check_batch(state, op, x.shape)
+            token = tuple(x.shape[:-1])
+        elif letter:
+            widths[letter] = x.shape[-1]
 
 
 def _check_batch(state: MemoryState, op: str, shape: Sequence[int]) -> None:
@@ -215,21 +234,22 @@ def _make_room(state: MemoryState, most: int) -> None:
 
 def _check_values(op: str, plan: Plan, x: Tokens, num_slots: int) -> None:
     """Set `padded`, and raise as the op does where the other tokens have wrong slots or decays."""
-    inputs = DeltaInputs(*[a.reshape(*plan.sizes, *a.shape[1:]) for a in x])
+    inputs = DeltaInputs(*[a.reshape(*plan.shape[:-1], *a.shape[1:]) for a in x])
     absent = [(x == -1).all(-1) if x.shape[-1] else None for x in (inputs.write_slots, inputs.read_slots)]
     known = [x for x in absent if x is not None]
     lanes = np.logical_and.reduce(known) if known else np.zeros(inputs.beta.shape, np.bool_)
     if (lanes.any(-1) != lanes.all(-1)).any():
         where = [int(i) for i in np.argwhere(lanes.any(-1) != lanes.all(-1))[0]]
         fix = "pad a token with -1 in all slots of all heads"
-        raise SlotError(message(op, "slots", "-1 in all heads or in none", f"a mixture at [B, T] = {where}", fix))
+        got = f"a mixture at {'[B, T]' if len(where) == 2 else '[B]'} = {where}"
+        raise SlotError(message(op, "slots", "-1 in all heads or in none", got, fix))
     plan.places.padded[:] = lanes.reshape(-1)
     call = inputs
     if lanes.any():
         keep = ~lanes[..., None]
         call = inputs._replace(
-            write_slots=np.where(keep, inputs.write_slots, np.arange(inputs.write_slots.shape[3], dtype=np.int32)),
-            read_slots=np.where(keep, inputs.read_slots, np.arange(inputs.read_slots.shape[3], dtype=np.int32)),
+            write_slots=np.where(keep, inputs.write_slots, np.arange(inputs.write_slots.shape[-1], dtype=np.int32)),
+            read_slots=np.where(keep, inputs.read_slots, np.arange(inputs.read_slots.shape[-1], dtype=np.int32)),
             log_decay=np.where(keep, inputs.log_decay, inputs.log_decay.dtype.type(0)),
         )
     validate.look_closer(op, call, num_slots)

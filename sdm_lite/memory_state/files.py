@@ -26,7 +26,8 @@ from ..cpu import overlay
 from ..errors import FileFormatError, ValueRangeError, message
 from ..rooms import DeltaOptions
 from ..whole_files import as_path, safetensors_for, unreadable, unwritable, write_whole
-from .initial import Initial
+from .index import Index, entries
+from .initial import Initial, check_given
 from .pool import RowPool
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def save(state: MemoryState, path: Any, base: Any, snapshot_dtype: str | None) -
             message(op, "snapshot_dtype", "None or 'bf16'", repr(snapshot_dtype), "name one of these")
         )
     library = safetensors_for(op, "numpy")
-    lane, slots, pool_row = state._entries()
+    lane, slots, pool_row = entries(state._index)
     unique, row = np.unique(pool_row, return_inverse=True)
     stored = EXACT if snapshot_dtype is None or state.dtype == "bfloat16" else BF16
     rows, source = _stored_rows(state, unique, stored), row.reshape(-1).astype(np.int64)
@@ -102,6 +103,7 @@ def load(path: Any, initial: Any, dtype: Any, max_bytes: int | None) -> MemorySt
 
     op = "MemoryState.load"
     path = as_path(op, "path", path)
+    check_given(op, initial)
     contents = read(op, path)
     config = contents.configuration
     first = Initial(op, initial, config["dtype"] if dtype is None else dtype)
@@ -121,8 +123,6 @@ def load(path: Any, initial: Any, dtype: Any, max_bytes: int | None) -> MemorySt
 
 def _fill(op: str, state: MemoryState, contents: Contents) -> None:
     """Give a new state the rows of a file."""
-    from .undo import Index
-
     pool, lanes = state._pool, state.batch * state._initial.shape[0]
     used, row = np.unique(contents.row, return_inverse=True)
     pool.reserve(len(used))
@@ -204,8 +204,8 @@ def _open(op: str, path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
             arrays = {name: file.get_tensor(name) for name in _ARRAYS}
     except OSError as error:
         raise unreadable(op, path, error) from error
-    except (library.SafetensorError, UnicodeDecodeError) as error:
-        _damaged(op, path, f"no whole safetensors file ({error})")
+    except (library.SafetensorError, UnicodeDecodeError):
+        _damaged(op, path, "no safetensors file, or one cut short")
     if _digest(metadata, arrays) != metadata.get("content_sha256"):
         _damaged(op, path, "bytes that are not those that were written")
     return metadata, arrays

@@ -38,6 +38,7 @@ class Initial:
         self._digest: str | None = None
         self.bits: np.ndarray | None = None
         self.numpy_dtype: np.dtype | None = None
+        check_given(op, initial)
         if isinstance(initial, (tuple, list)):
             self._open_zeros(op, initial, dtype)
         else:
@@ -120,6 +121,13 @@ class Initial:
                 found.update(flat[start : start + _BLOCK].data)
             self._digest = found.hexdigest()
         return self._digest
+
+
+def check_given(op: str, initial: Any) -> None:
+    """Raise DtypeError where there is no initial memory."""
+    if initial is None:
+        expected, fix = "an array [H, N, D], or the shape (H, N, D) of zeros", "pass what the sequences start from"
+        raise DtypeError(message(op, "initial", expected, "None", fix))
 
 
 def _dtype_word(op: str, dtype: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,13 @@ from .initial import Initial
 PAGE_BYTES = 1 << 18  # a page has a power of two rows, and about this many bytes
 MOST_PAGES = 128  # made at once
 _FEWEST_ROWS = 16
+
+
+class StateBytes(NamedTuple):
+    """Bytes of the initial memory, and of the rows that the state and its forks own (each row once)."""
+
+    shared: int
+    owned: int
 
 
 class RowPool:

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from .. import validate
 from ..alone import Alone
-from ..cpu import overlay
-from ..errors import DtypeError, StateFull, ValueRangeError, message
+from ..errors import DtypeError, ValueRangeError, message
 from ..rooms import DeltaOptions
 from . import call as calls
 from . import files
+from .index import ROW, check_lanes, copied, empty_index, enough_memory, entries
 from .initial import Initial
-from .pool import RowPool
-from .undo import ROW, Index, Mark, UndoLog
-
-
-class StateBytes(NamedTuple):
-    """Bytes of the initial memory, and of the rows that the state and its forks own (each row once)."""
-
-    shared: int
-    owned: int
+from .pool import RowPool, StateBytes
+from .undo import Mark, UndoLog
 
 
 class MemoryState:
@@ -71,16 +62,24 @@ class MemoryState:
     """
 
     def __init__(
-        self, initial: Any, batch: int, *, dtype: Any = None, rule: str = "shared", max_bytes: int | None = None
+        self,
+        initial: Any = None,
+        batch: Any = None,
+        *,
+        dtype: Any = None,
+        rule: str = "shared",
+        max_bytes: int | None = None,
     ):
         op = "MemoryState"
+        if batch is None:
+            raise DtypeError(message(op, "batch", "a number of sequences", "None", "pass MemoryState(initial, batch)"))
         batch = _count(op, "batch", batch)
         max_bytes = None if max_bytes is None else _count(op, "max_bytes", max_bytes)
         first = Initial(op, initial, dtype)
-        _check_lanes(op, "batch", batch, first.shape[0])
+        check_lanes(op, "batch", batch, first.shape[0])
         options = DeltaOptions(rule, state_dtype=first.dtype)
         validate.check_options(op, options)
-        index = _empty_index(op, batch * first.shape[0])
+        index = empty_index(op, batch * first.shape[0])
         self._open(first, RowPool(first, max_bytes), options)
         self._index = index
         self._follow(np.zeros(batch, np.int64))
@@ -216,7 +215,7 @@ class MemoryState:
         with self._alone("MemoryState.dense"):
             heads, slots, width = self._initial.shape
             dense = self._initial.dense(self.batch)
-            lane, slot, row = self._entries()
+            lane, slot, row = entries(self._index)
             dense.reshape(self.batch * heads, slots, width)[lane, slot] = self._pool.read(row)
             return self._initial.give_back(dense)
 
@@ -229,7 +228,7 @@ class MemoryState:
             self._pool.settle()
             return StateBytes(self._initial.nbytes(), self._pool.used_bytes())
 
-    def fork(self, indices: Sequence[int]) -> MemoryState:
+    def fork(self, indices: Any = None) -> MemoryState:
         """Return a new state of the sequences named (repeats allowed), which shares all rows until one is written.
 
         Costs a copy of the index of these sequences, 16 to 32 bytes a row owned, whatever N and D are. Marks stay
@@ -241,11 +240,11 @@ class MemoryState:
             self._pool.settle()
             new = MemoryState.__new__(MemoryState)
             new._open(self._initial, self._pool, self._options)
-            new._index = self._copied(sources)
+            new._index = copied(self._index, sources, self._initial.shape[0], self._pool)
             new._follow(self._tokens[sources])
             return new
 
-    def reorder(self, indices: Sequence[int]) -> None:
+    def reorder(self, indices: Any = None) -> None:
         """Make the sequences those named, in that order; a repeated one shares its rows until one is written.
 
         As many indices as you like: the batch follows. Costs as :meth:`fork`.
@@ -254,7 +253,7 @@ class MemoryState:
         with self._alone(op), self._pool.lock:
             self._rearrange(op, self._sequences(op, indices))
 
-    def reset(self, i: int | Sequence[int]) -> None:
+    def reset(self, i: Any = None) -> None:
         """Put sequences (one index or several) back to the initial memory, without tokens."""
         op = "MemoryState.reset"
         with self._alone(op), self._pool.lock:
@@ -268,14 +267,14 @@ class MemoryState:
         op = "MemoryState.append"
         n = _count(op, "n", n)
         with self._alone(op), self._pool.lock:
-            _check_lanes(op, "n", self.batch + n, self._initial.shape[0])
-            with _enough_memory(op):
+            check_lanes(op, "n", self.batch + n, self._initial.shape[0])
+            with enough_memory(op):
                 # refused at once where it is too large, before anything is filled
                 np.empty((self.batch + n, self._initial.shape[0], *self._index.table.shape[1:]), np.int32)
                 sources = np.concatenate([np.arange(self.batch), np.full(n, -1)])
             self._rearrange(op, sources)
 
-    def evict(self, indices: Sequence[int]) -> None:
+    def evict(self, indices: Any = None) -> None:
         """Remove sequences; those after them move up."""
         op = "MemoryState.evict"
         with self._alone(op), self._pool.lock:
@@ -318,6 +317,13 @@ class MemoryState:
         with self._alone(op), self._pool.lock:
             self._log.release(self._log.place(op, mark), self._pool)
 
+    def mark_bytes(self, mark: Mark) -> int:
+        """Return the bytes of the rows that only a mark needs, which :meth:`release` would free."""
+        op = "MemoryState.mark_bytes"
+        with self._alone(op), self._pool.lock:
+            self._pool.settle()
+            return self._log.needed(self._log.place(op, mark), self._pool) * self._pool.row_bytes
+
     def save(self, path: Any, *, base: Any = None, snapshot_dtype: str | None = None) -> None:
         """Write the rows owned, their slots and the token counts to a safetensors file, whole or not at all.
 
@@ -344,7 +350,7 @@ class MemoryState:
             files.save(self, path, base, snapshot_dtype)
 
     @staticmethod
-    def load(path: Any, *, initial: Any, dtype: Any = None, max_bytes: int | None = None) -> MemoryState:
+    def load(path: Any = None, *, initial: Any = None, dtype: Any = None, max_bytes: int | None = None) -> MemoryState:
         """Return the state that :meth:`save` wrote, over the same initial memory.
 
         Parameters
@@ -369,36 +375,19 @@ class MemoryState:
         limit = None if max_bytes is None else _count("MemoryState.load", "max_bytes", max_bytes)
         return files.load(path, initial, dtype, limit)
 
-    def _entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (lane, slot, row) of every row owned, by lane and slot."""
-        lane, place = np.nonzero(self._index.table[:, :, ROW] >= 0)
-        slot, row = self._index.table[lane, place].T
-        order = np.lexsort((slot, lane))
-        return lane[order], slot[order], row[order].astype(np.int64)
-
     def _sequences(self, op: str, indices: Any) -> np.ndarray:
         return np.array(validate.sequence_indices(op, "indices", indices, self.batch), np.int64)
-
-    def _copied(self, sources: np.ndarray) -> Index:
-        """Return the index of the sequences named, -1 for a fresh one, with a reference to each row."""
-        heads = self._initial.shape[0]
-        lanes = (sources[:, None] * heads + np.arange(heads)).ravel()
-        index = Index(self._index.table[lanes], self._index.filled[lanes])
-        fresh = np.repeat(sources < 0, heads)
-        index.table[fresh], index.filled[fresh] = -1, 0
-        self._pool.hold(index.table, ROW)
-        return index
 
     def _rearrange(self, op: str, sources: np.ndarray) -> None:
         self._pool.settle()
         old, tokens = self._index, self._tokens
-        with _enough_memory(op):
+        with enough_memory(op):
             if len(sources) and not len(tokens):
-                index = _empty_index(op, len(sources) * self._initial.shape[0])
+                index = empty_index(op, len(sources) * self._initial.shape[0])
                 tokens = np.zeros(len(sources), np.int64)
             else:
                 tokens = np.where(sources < 0, 0, tokens[sources])
-                index = self._copied(sources)
+                index = copied(self._index, sources, self._initial.shape[0], self._pool)
         self._index = index
         self._follow(tokens)
         self._log.replaced(self._pool, old)
@@ -409,27 +398,3 @@ def _count(op: str, name: str, value: Any) -> int:
     if value < 0:
         raise ValueRangeError(message(op, name, "a number >= 0", str(value), "pass a count"))
     return value
-
-
-def _check_lanes(op: str, name: str, batch: int, heads: int) -> None:
-    """Raise where int32, which records name lanes by, cannot count the lanes."""
-    if batch * heads >= 2**31:
-        got = f"{batch} sequences of {heads} heads"
-        raise ValueRangeError(message(op, name, "fewer than 2^31 sequences x heads", got, "use fewer sequences"))
-
-
-@contextlib.contextmanager
-def _enough_memory(op: str) -> Iterator[None]:
-    """Raise StateFull where the machine has no memory for an index."""
-    try:
-        yield
-    except StateFull:
-        raise
-    except MemoryError as error:
-        expected, fix = "memory for the index of all sequences", "use fewer sequences"
-        raise StateFull(message(op, "state", expected, str(error) or "none left", fix)) from error
-
-
-def _empty_index(op: str, lanes: int) -> Index:
-    with _enough_memory(op):
-        return Index(np.full((lanes, overlay.SMALLEST, 2), -1, np.int32), np.zeros(lanes, np.int64))

@@ -8,22 +8,12 @@ names, so nothing is copied to roll back. Marks nest: each one knows how long th
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from ..cpu import overlay
 from ..errors import ValueRangeError, message
+from .index import ROW, Index
 from .pool import RowPool
-
-ROW = 1  # column of an index table that names the row
-
-
-class Index(NamedTuple):
-    """Which row holds a slot, per lane; as in cpu/overlay.py."""
-
-    table: np.ndarray  # int32 [L, C, 2]
-    filled: np.ndarray  # int64 [L]
 
 
 class Mark:
@@ -80,24 +70,46 @@ class UndoLog:
 
     def release(self, place: int, pool: RowPool) -> None:
         """Forget a mark and what only it needs; marks around it stay."""
-        mark = self.marks.pop(place)
-        end = self.marks[place]._position if place < len(self.marks) else len(self.records)
+        start, end = self._span(place)
+        parted = [self._parted(place, record, pool) for record in self.records[start:end]]
+        for gone, _ in parted:
+            if gone is not None:
+                self._let_go(pool, gone)
+        self.records[start:end] = [stays for _, stays in parted if stays is not None]
+        del self.marks[place]
+        for later in self.marks[place:]:
+            later._position -= sum(stays is None for _, stays in parted)
+
+    def needed(self, place: int, pool: RowPool) -> int:
+        """Return how many rows only a mark needs."""
+        start, end = self._span(place)
+        held = [np.empty(0, np.int32)]
+        for record in self.records[start:end]:
+            gone, _ = self._parted(place, record, pool)
+            if gone is not None:
+                pairs, column = _rows_of(gone)
+                held.append(pairs[..., column].ravel())
+        rows = np.concatenate(held)
+        row, count = np.unique(rows[rows >= 0], return_counts=True)
+        return int((pool.numbers.refs[row] == count).sum())
+
+    def _span(self, place: int) -> tuple[int, int]:
+        """Return where a mark's records begin and end; the outermost mark has all before the next."""
+        end = self.marks[place + 1]._position if place + 1 < len(self.marks) else len(self.records)
+        return self.marks[place]._position if place else 0, end
+
+    def _parted(
+        self, place: int, record: np.ndarray | Index, pool: RowPool
+    ) -> tuple[np.ndarray | Index | None, np.ndarray | Index | None]:
+        """Return the part of a record that goes when its mark goes, and the part that the mark before needs."""
         if place == 0:
-            for record in self.records[:end]:
-                self._let_go(pool, record)
-            del self.records[:end]
-            for later in self.marks:
-                later._position -= end
-            return
+            return record, None
+        if isinstance(record, Index):
+            return None, record
         # an old row that is younger than the mark before was itself a replacement since then: that record is enough
-        epoch = self.marks[place - 1]._epoch
-        for i in range(mark._position, end):
-            record = self.records[i]
-            if not isinstance(record, Index):
-                old = record[:, overlay.OLD]
-                young = (old >= 0) & (pool.numbers.stamp[np.maximum(old, 0)] >= epoch)
-                self._let_go(pool, record[young])
-                self.records[i] = np.ascontiguousarray(record[~young])
+        old = record[:, overlay.OLD]
+        young = (old >= 0) & (pool.numbers.stamp[np.maximum(old, 0)] >= self.marks[place - 1]._epoch)
+        return record[young], np.ascontiguousarray(record[~young])
 
     def forget(self, pool: RowPool) -> None:
         """Let go of everything, when the state itself is gone: no lock needed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,6 +59,16 @@ class LayerMark(NamedTuple):
             self.state.memory.release(self.memory)
 
 
+def _dense_bytes(layers: Sequence[MixerState]) -> int:
+    """Return the bytes of all tensors, and of the fast weights that were written."""
+    total = 0
+    for layer in layers:
+        parts = [layer.memory, layer.keys, layer.values, *layer.taps.values()]
+        total += 0 if layer.fast is None else layer.fast.nbytes().owned
+        total += sum(part.nbytes for part in parts if isinstance(part, Tensor))
+    return total
+
+
 @dataclass(frozen=True, eq=False)
 class CacheMark:
     """A moment of a HybridState, made by :meth:`HybridState.mark`."""
@@ -83,6 +94,10 @@ class HybridState:
         The last three tokens, for n-grams; -1 where no token was.
     config : dict or None
         That of the model, from the first call on.
+    max_bytes : int or None
+        Most bytes that the cache may take, `owned` and `dense` of :meth:`nbytes` together; forks have the same limit.
+        What would pass it raises StateFull and changes nothing. A call then works under a mark, which costs a copy
+        of each row at its first write in the call, so that until its end it may hold more.
 
     Examples
     --------
@@ -104,13 +119,20 @@ class HybridState:
     layers: list[MixerState] = field(default_factory=list)
     recent: Tensor | None = None
     config: dict[str, Any] | None = None
+    max_bytes: int | None = None
     interrupted: bool = field(default=False, repr=False)
     _marks: list[CacheMark] = field(default_factory=list, repr=False, compare=False)
     _model: weakref.ref[HybridLM] | None = field(default=None, repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        if self.max_bytes is not None and validate.whole_number(_NAME, "max_bytes", self.max_bytes) < 0:
+            raise ValueRangeError(message(_NAME, "max_bytes", "None or >= 0", str(self.max_bytes), "pass a count"))
+
     def __copy__(self) -> HybridState:
         """Return a fork of all sequences; of an empty cache, an empty one."""
-        return self.fork(range(self.batch)) if self.layers else HybridState(config=self.config, _model=self._model)
+        if self.layers:
+            return self.fork(range(self.batch))
+        return HybridState(config=self.config, max_bytes=self.max_bytes, _model=self._model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HybridState:
         return self.__copy__()
@@ -147,36 +169,68 @@ class HybridState:
 
     def nbytes(self) -> CacheBytes:
         """Return what the cache takes, spare room of buffers apart."""
-        dense = 0
-        for layer in self.layers:
-            parts = [layer.memory, layer.keys, layer.values, *layer.taps.values()]
-            dense += 0 if layer.fast is None else layer.fast.nbytes().owned
-            dense += sum(part.nbytes for part in parts if isinstance(part, Tensor))
         sizes = [memory.nbytes() for _, memory in self.memories()]
-        return CacheBytes(sum(one.shared for one in sizes), sum(one.owned for one in sizes), dense)
+        return CacheBytes(sum(one.shared for one in sizes), sum(one.owned for one in sizes), _dense_bytes(self.layers))
+
+    def check_room(self, op: str, layers: Sequence[MixerState] | None = None, before: CacheMark | None = None) -> None:
+        """Raise StateFull where the cache takes more than `max_bytes`.
+
+        That is with `layers` in the place of its own, and without what only the mark `before` needs.
+        """
+        if self.max_bytes is None:
+            return
+        owned = sum(memory.nbytes().owned for _, memory in self.memories())
+        if before is not None:
+            owned -= sum(one.state.memory.mark_bytes(one.memory) for one in before.layers if one.memory is not None)
+        total = owned + _dense_bytes(self.layers if layers is None else layers)
+        if total > self.max_bytes:
+            fix = "evict or reset sequences, release marks, or raise max_bytes"
+            expected = f"at most max_bytes = {self.max_bytes}"
+            raise StateFull(message(op, "cache", expected, f"{total} bytes", fix))
+
+    @contextmanager
+    def whole_calls(self, op: str) -> Iterator[None]:
+        """Take back what a call has done where an error ends it, or `max_bytes`, if there is such a limit."""
+        if self.max_bytes is None:
+            yield
+            return
+        before = self.mark()
+        try:
+            yield
+            self.check_room(op, before=before)
+        except BaseException:
+            self.rollback(before)
+            raise
+        finally:
+            if any(known is before for known in self._marks):
+                self.release(before)
 
     # ------------------------------------------------------------ sequences
 
-    def fork(self, indices: Sequence[int]) -> HybridState:
+    def fork(self, indices: Any = None) -> HybridState:
         """Return a new cache of the sequences named, repeats allowed; marks stay behind.
 
         Memories share their rows until one is written; everything else is copied.
         """
         chosen = self._sequences("fork", indices)
         layers = [layer.select(chosen) for layer in self.layers]
+        self.check_room(f"{_NAME}.fork", layers)
         for index, memory in self.memories():
             layers[index].memory = memory.fork(chosen.tolist())
         recent = None if self.recent is None else self.recent[chosen]
-        return HybridState(layers, recent, self.config, _model=self._model)
+        return HybridState(layers, recent, self.config, self.max_bytes, _model=self._model)
 
-    def reorder(self, indices: Sequence[int]) -> None:
+    def reorder(self, indices: Any = None) -> None:
         """Make the sequences those named, in that order; repeats allowed, and the batch follows."""
         chosen = self._sequences("reorder", indices)
+        after = self._arranged(chosen)
+        if len(chosen) > self.batch:
+            self.check_room(f"{_NAME}.reorder", after[0])
         for _, memory in self.memories():
             memory.reorder(chosen.tolist())
-        self.layers, self.recent = self._arranged(chosen)
+        self.layers, self.recent = after
 
-    def reset(self, i: int | Sequence[int]) -> None:
+    def reset(self, i: Any = None) -> None:
         """Put sequences (one index or several) back before their first token."""
         listed = i.tolist() if hasattr(i, "tolist") else i
         chosen = self._sequences("reset", listed if isinstance(listed, (list, tuple, range)) else [listed])
@@ -202,6 +256,7 @@ class HybridState:
         except (RuntimeError, MemoryError) as error:  # torch's form of no memory, and NumPy's
             expected, got = f"memory for {old + n} sequences", str(error).splitlines()[0]
             raise StateFull(message(op, "n", expected, got, "add fewer")) from error
+        self.check_room(op, after[0])
         moved: list[MemoryState] = []
         try:
             for _, memory in self.memories():
@@ -213,7 +268,7 @@ class HybridState:
             raise
         self.layers, self.recent = after
 
-    def evict(self, indices: Sequence[int]) -> None:
+    def evict(self, indices: Any = None) -> None:
         """Remove sequences; those after them move up."""
         gone = self._sequences("evict", indices)
         for _, memory in self.memories():
@@ -332,8 +387,12 @@ class HybridState:
         cache_files.save(self, path, of)
 
     @staticmethod
-    def load(path: Any, model: HybridLM, *, of: str | None = None) -> HybridState:
+    def load(path: Any, model: HybridLM, *, of: str | None = None, max_bytes: int | None = None) -> HybridState:
         """Return the cache that :meth:`save` wrote, for `model`: see :func:`sdm_lite.nn.cache_files.load`."""
         from . import cache_files
 
-        return cache_files.load(path, model, of)
+        empty = HybridState(max_bytes=max_bytes)  # checks the number before the file is read
+        cache = cache_files.load(path, model, of)
+        cache.max_bytes = empty.max_bytes
+        cache.check_room(f"{_NAME}.load")
+        return cache

@@ -173,7 +173,7 @@ def _opened(path: Path, op: str) -> Iterator[Any]:
         with library.safe_open(path, framework="pt") as file:
             yield file
     except (library.SafetensorError, UnicodeDecodeError) as error:
-        raise _damaged(path, "a safetensors file", str(error), op) from error
+        raise _damaged(path, "a safetensors file", "one cut short, or of another kind", op) from error
     except FileError:
         raise
     except OSError as error:

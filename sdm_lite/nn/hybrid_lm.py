@@ -18,7 +18,7 @@ from .gated_delta_net import GatedDeltaNet
 from .gates import choose
 from .generate import generate
 from .memory_layers import MEMORIES, build_layer, layers_with, memories_of
-from .ragged import Aligned, check_padded_ids, last_columns
+from .ragged import Aligned, aligned_by, check_padded_ids, last_columns
 from .short_conv import GatedShortConv
 from .sparse_delta_memory import SparseDeltaMemory
 from .state import MixerState, refuse_gradients
@@ -233,20 +233,24 @@ class HybridLM(nn.Module):
 
         With :meth:`logits` of a part of them, a loss on a few positions saves most of the head's work.
         """
-        ids, aligned = self._aligned(ids, mask, return_state and update)
         _check_state(state, inplace)
         state = HybridState() if state is None else state
+        inplace = inplace or any(True for _ in state.memories())
+        ids, aligned = self._aligned(ids, mask, update and (return_state or inplace))
         state.bind(self, ids.shape[0])
         lengths = None if aligned is None else aligned.lengths
         after: HybridState | None = state
-        if inplace or any(True for _ in state.memories()):
+        if inplace:
             refuse_gradients("HybridLM", "state", self)
-            x = self._update(ids, state, update, lengths)
+            with state.whole_calls(_NAME):
+                x = self._update(ids, state, update, lengths)
         else:
             x, hash_ids, recent = self.embed(ids, state.recent, lengths)
             layers: list[Any] = []
             x = self._through(x, state, hash_ids, layers, return_state, lengths, inplace=False, update=update)
-            x, after = self.norm(x), HybridState(layers, recent, self.config, _model=state._model)
+            x, after = self.norm(x), HybridState(layers, recent, self.config, state.max_bytes, _model=state._model)
+            if return_state:
+                after.check_room(_NAME)
         if aligned is not None and mask is not None:
             x = aligned.put_back(x, mask.shape[1])
         return x, after if return_state else None
@@ -254,14 +258,14 @@ class HybridLM(nn.Module):
     def _aligned(self, ids: Tensor, mask: Any, keeps_writes: bool) -> tuple[Tensor, Aligned | None]:
         """Check `ids` and `mask`; where there is padding, return the ids with the tokens first, and where they were."""
         ids = check_padded_ids(_NAME, ids, mask, self.config["vocab_size"], self.embedding.weight.device)
-        if mask is None or bool(mask.all()):
+        aligned = None if mask is None else aligned_by(mask)
+        if aligned is None:
             return ids, None
         if keeps_writes and any(block.fwpkm is not None for block in self.blocks):
             # an open chunk is one for the batch: shorter sequences would close theirs early
             got, fix = "padding", "pass prompts of one length, or update=False"
             expected = "no padding where fast weights write and the state is kept"
             raise ValueRangeError(message(_NAME, "mask", expected, got, fix))
-        aligned = Aligned.of(mask)
         return ids.gather(1, aligned.order), aligned
 
     def _through(

@@ -22,17 +22,20 @@ class Aligned(NamedTuple):
     order: Tensor  # int64 [B, L]: columns of the tokens, then of padding
     lengths: Tensor  # int64 [B]
 
-    @classmethod
-    def of(cls, mask: Tensor) -> Aligned:
-        """Return where the tokens of `mask` are."""
-        lengths = mask.sum(1)
-        order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
-        return cls(order[:, : int(lengths.max())], lengths)
-
     def put_back(self, x: Tensor, tokens: int) -> Tensor:
         """Return x [B, L, d] at its columns of [B, tokens, d], zeros at the padding."""
         kept = x.masked_fill(~tokens_of(self.lengths, x.shape[1])[..., None], 0)
         return x.new_zeros(len(x), tokens, x.shape[2]).scatter(1, self.order[..., None].expand_as(x), kept)
+
+
+@torch.compiler.disable  # the sizes that follow depend on what is in the mask
+def aligned_by(mask: Tensor) -> Aligned | None:
+    """Return where the tokens of `mask` are, or None where there is no padding."""
+    if bool(mask.all()):
+        return None
+    lengths = mask.sum(1)
+    order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
+    return Aligned(order[:, : int(lengths.max())], lengths)
 
 
 def check_mask(op: str, mask: Any, ids: Tensor) -> None:

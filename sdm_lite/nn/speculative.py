@@ -144,15 +144,16 @@ def token_by_token(
         xs.append(x)
         hashed.append(hash_ids)
         recents.append(recent)
-    layers: list[Any] = []
-    marked: list[list[LayerMark]] = [[] for _ in tokens[1:]]
-    cache.interrupted = True  # until all layers have moved
-    for block, state in zip(model.blocks, cache.layers):
-        for t in range(len(tokens)):
-            if t:
-                marked[t - 1].append(LayerMark.of(state))
-            xs[t], state = block(xs[t], state, hashed[t], True, True, update)
-        layers.append(state)
-    cache.layers, cache.recent, cache.interrupted = layers, recents[-1], False
-    marks = [cache.add_mark(parts, recent) for parts, recent in zip(marked, recents[1:])]
+    with cache.whole_calls("HybridLM"):
+        layers: list[Any] = []
+        marked: list[list[LayerMark]] = [[] for _ in tokens[1:]]
+        cache.interrupted = True  # until all layers have moved
+        for block, state in zip(model.blocks, cache.layers):
+            for t in range(len(tokens)):
+                if t:
+                    marked[t - 1].append(LayerMark.of(state))
+                xs[t], state = block(xs[t], state, hashed[t], True, True, update)
+            layers.append(state)
+        cache.layers, cache.recent, cache.interrupted = layers, recents[-1], False
+        marks = [cache.add_mark(parts, recent) for parts, recent in zip(marked, recents[1:])]
     return torch.cat([model.logits(model.norm(x)) for x in xs], dim=1), marks
