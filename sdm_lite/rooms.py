@@ -36,6 +36,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from . import compile_notice
 from .errors import BackendError, message
 
 #: arrays in `saved`, whatever the room (a room pads with empty arrays), so that a caller which can
@@ -129,4 +130,6 @@ def room(name: str, op: str) -> Any:
 
 
 def _load(name: str) -> Any:
+    if name == "cpu":
+        compile_notice.listen()
     return importlib.import_module(_ROOMS[name])
