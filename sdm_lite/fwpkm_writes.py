@@ -115,7 +115,7 @@ def write_backward(
 def _value_write_backward(
     segment: Segment, call: StreamCall, chunk: Chunk, readings: np.ndarray, pairs: Pairs, options, room, drows, d
 ) -> None:
-    """Add the value write's part. With G = drows, N the counts: dstep_t = sum_a (w_ta / N) G, dw_ta = <G / N, step_t>."""
+    """Add the value step. With G = drows, N the counts: dstep_t = sum_a (w_ta / N) G, dw_ta = <G / N, step_t>."""
     step = _value_step(segment, call, chunk, readings, pairs, options.value_rate, options.scale)
     places, weights = chunk.places[pairs.source], chunk.weights[pairs.source]
     shared = drows / _counts(chunk, pairs)[:, None]
