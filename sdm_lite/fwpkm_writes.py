@@ -28,9 +28,9 @@ def write(
         table.put(chunk.rows[hit], change[hit])
     if not len(pairs.members) or options.key_rate == 0:
         return chunk.keys
-    step = _key_step(segment, call, chunk, readings, pairs, options, room)
-    found = chunk.found.columns[step.tokens]
-    return room.key_step_forward(step.rates, chunk.queries[step.tokens], chunk.keys, found)
+    moved = _key_step(segment, call, chunk, readings, pairs, options, room)
+    columns = chunk.found.columns[moved.tokens]
+    return room.key_step_forward(moved.rates, chunk.queries[moved.tokens], chunk.keys, columns)
 
 
 def _value_step(
@@ -54,19 +54,19 @@ class _KeyStep(NamedTuple):
     tokens: np.ndarray  # flat numbers
     rates: np.ndarray  # [n, H, 2, c]
     sources: np.ndarray  # of the paired tokens, their places in `tokens`
-    unscaled: eq.ValueStep | None  # at rate 1
-    slopes: np.ndarray | None  # [pairs, H, k], the gradient of the values' loss in the weights
+    memory: tuple[eq.ValueStep, np.ndarray] | None  # the step at rate 1, and dL/dw [pairs, H, k] of the values' loss
 
 
 def _key_step(
-    segment: Segment, call: StreamCall, chunk: Chunk, readings: np.ndarray, pairs: Pairs, options, room
+    segment: Segment, call: StreamCall, chunk: Chunk, readings: np.ndarray | None, pairs: Pairs, options, room
 ) -> _KeyStep:
+    """Return the key step; `readings` are needed where there are pairs."""
     sub_keys, members = chunk.keys.shape[2], len(pairs.members)
     tokens = pairs.counted if options.mse_to_keys else pairs.members
     columns, distances = chunk.found.columns[pairs.members], chunk.found.distances[pairs.members]
     rates = eq.key_rates(distances, columns, sub_keys, options.key_rate)
-    if not options.mse_to_keys or not len(pairs.source):
-        return _KeyStep(tokens[:members], rates, tokens[:0], None, None)
+    if not options.mse_to_keys or readings is None or not len(pairs.source):
+        return _KeyStep(tokens[:members], rates, tokens[:0], None)
     unscaled = _value_step(segment, call, chunk, readings, pairs, 1.0, options.scale)
     found = chunk.found.of(pairs.source)
     slopes = -room.embedding_bag_weights_backward(unscaled.step, chunk.entry, chunk.places[pairs.source])
@@ -74,7 +74,7 @@ def _key_step(
     carried = np.zeros((len(tokens) - members, *rates.shape[1:]), rates.dtype)  # in no marginal
     rates, sources = np.concatenate([rates, carried]), np.searchsorted(tokens, pairs.source)
     rates[sources] += eq.memory_rates(slopes, found, sub_keys, options.key_rate)
-    return _KeyStep(tokens, rates, sources, unscaled, slopes)
+    return _KeyStep(tokens, rates, sources, (unscaled, slopes))
 
 
 @dataclass
@@ -95,7 +95,8 @@ class ChunkGradients:
         """Return none yet, beside those of the readings, and of rows and keys after the chunk."""
         tokens, dtype = len(chunk.queries), chunk.weights.dtype
         shapes = chunk.queries.shape, readings.shape, (tokens,), chunk.weights.shape, chunk.found.distances.shape
-        return cls(*(np.zeros(shape, dtype) for shape in shapes), readings, rows, keys)
+        queries, values, gates, weights, distances = (np.zeros(shape, dtype) for shape in shapes)
+        return cls(queries, values, gates, weights, distances, readings, rows, keys)
 
 
 def write_backward(
@@ -114,7 +115,7 @@ def write_backward(
 def _value_write_backward(
     segment: Segment, call: StreamCall, chunk: Chunk, readings: np.ndarray, pairs: Pairs, options, room, drows, d
 ) -> None:
-    """With G = drows and N the counts: dstep_t = sum_a (w_ta / N) G,  dw_ta = <G / N, step_t>."""
+    """Add the value step. With G = drows, N the counts: dstep_t = sum_a (w_ta / N) G, dw_ta = <G / N, step_t>."""
     step = _value_step(segment, call, chunk, readings, pairs, options.value_rate, options.scale)
     places, weights = chunk.places[pairs.source], chunk.weights[pairs.source]
     shared = drows / _counts(chunk, pairs)[:, None]
@@ -138,18 +139,19 @@ def _key_write_backward(
     d.distances[members] += eq.key_rates_backward(
         drates[: len(members)], distances[members], columns[members], sub_keys, options.key_rate
     )
-    if step.unscaled is None:
+    if step.memory is None:
         return
+    unscaled, slopes = step.memory
     found, places = chunk.found.of(pairs.source), chunk.places[pairs.source]
     dslopes, dweights, ddistances = eq.memory_rates_backward(
-        drates[step.sources], step.slopes, found, sub_keys, options.key_rate
+        drates[step.sources], slopes, found, sub_keys, options.key_rate
     )
     # slopes = -<V[slot], step>
     back = -dslopes.reshape(places.shape)
     dstep = room.embedding_bag_forward(chunk.entry, places, back)
     weights = chunk.weights[pairs.source]
-    derror, of_gates, through_factor = eq.value_step_backward(step.unscaled, dstep, weights, options.scale)
-    d.rows = d.rows + room.embedding_bag_backward(step.unscaled.step, places, back, len(chunk.rows))
+    derror, of_gates, through_factor = eq.value_step_backward(unscaled, dstep, weights, options.scale)
+    d.rows = d.rows + room.embedding_bag_backward(unscaled.step, places, back, len(chunk.rows))
     d.readings[pairs.source] -= derror
     d.weights[pairs.source] += through_factor + dweights.reshape(places.shape)
     d.distances[pairs.source] += ddistances

@@ -69,6 +69,29 @@ def test_links_lead_to_files(page):
     assert not broken
 
 
+def test_presets_are_those_of_the_commands():
+    from sdm_lite.app import needle, settings
+
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+) --preset` \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE))
+    presets = {"train": settings.train_presets(), "recall": settings.recall_presets(), "needle": needle.presets()}
+    found = {
+        command: dict(re.findall(r"^\| `(\w+)`(?: \(default\))? \| ([^|]+?) \|", table, re.MULTILINE))
+        for command, table in rows.items()
+    }
+    assert found == presets
+    epilogs = {verb: cli_parser(verb).epilog for verb in ("train", "recall")}
+    for verb, epilog in epilogs.items():
+        assert all(f"{name}: {text}." in epilog for name, text in presets[verb].items())
+
+
+def cli_parser(verb):
+    from sdm_lite.app import cli
+
+    (verbs,) = (action for action in cli.parser()._actions if action.dest == "command")
+    return verbs.choices[verb]
+
+
 def test_targets_named_in_pages_exist():
     makefile = (ROOT / "Makefile").read_text()
     named = {name for page in PAGES for name in re.findall(r"`make ([a-z-]+)", page.read_text())}

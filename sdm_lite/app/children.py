@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .. import compile_notice
 from .mistakes import CommandError
 from .progress import Board
 from .trainer import MEASURING, METRICS, PARENT_VARIABLE, StopRequest
@@ -108,7 +109,9 @@ def _show(child: Child, board: Board) -> None:
     path = child.folder / METRICS
     try:
         status = path.stat()
-    except OSError:
+    except OSError:  # no step yet
+        if last_line(child.folder / LOG) == compile_notice.TEXT:
+            board.phase(child.name, compile_notice.TEXT)
         return
     if status.st_mtime < child.started:  # an earlier run's
         return

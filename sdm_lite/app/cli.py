@@ -14,6 +14,8 @@ from typing import Any
 from ..errors import SdmError
 from .arguments import Parser, number, numbers, path, seed, whole
 from .mistakes import is_out_of_memory, require, system_mistake
+from .notices import compiling_is_said
+from .settings import MIXERS, recall_presets, train_presets
 
 _CLI = ("torch", "rich", "matplotlib", "safetensors")
 
@@ -28,7 +30,13 @@ def parser() -> Parser:
     _add_needle(commands)
     _add_generate(commands)
     _add_state(commands)
-    doctor = commands.add_parser("doctor", help="say what this machine has, compile and check the ops")
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this machine has, compile and check the ops",
+        description="Say which packages, rooms and threads this machine has, then check the ops: whether compiled "
+        "kernels can be kept, the CPU room gives what the reference gives, gradients agree with differences, and torch "
+        "with NumPy; and how fast one forward is. Needs NumPy and Numba only. Exit code 1 where a check fails.",
+    )
     doctor.set_defaults(run=_doctor)
     return top
 
@@ -37,11 +45,7 @@ def _add_train(commands: Any) -> None:
     train = commands.add_parser(
         "train",
         help="train a language model on bytes of text or code",
-        epilog="presets: "
-        "tiny: dim 32, 64 slots, 20 steps, seconds: to see it work. "
-        "small: dim 128, 1,024 slots, windows of 512 bytes, 1,000 steps. "
-        "demo: small with 180 steps. "
-        "medium: dim 256, 4,096 slots, windows of 1,024, 4,000 steps. "
+        epilog=f"presets: {_sentences(train_presets())} "
         "Options given beside a preset win over it. What a run leaves in its folder: docs/command-line.md.",
     )
     train.set_defaults(run=_train)
@@ -52,7 +56,7 @@ def _add_train(commands: Any) -> None:
         metavar="PATH",
         help="a file or a folder (default: the sources of this Python's standard library)",
     )
-    add("--mixer", choices=("sdm", "gdn", "conv", "swa", "full"), help="the global mixer (default sdm)")
+    add("--mixer", choices=MIXERS, help="the global mixer (default sdm)")
     add("--compare", metavar="A,B", help="train these mixers side by side under equal FLOPs, e.g. sdm,gdn")
     add("--preset", help="tiny, small (default), demo or medium; the options below change it")
     _add_run(train)
@@ -74,17 +78,19 @@ def _add_train(commands: Any) -> None:
     add("--muon-rate", type=number(0, low_too=True), metavar="X", help="learning rate of Muon; 0: AdamW for everything")
 
 
+def _sentences(presets: dict[str, str]) -> str:
+    return " ".join(f"{name}: {text}." for name, text in presets.items())
+
+
 def _add_recall(commands: Any) -> None:
     recall = commands.add_parser(
         "recall",
         help="train recall of key-value pairs from scratch and compare mixers",
-        epilog="presets: "
-        "demo: dim 128, 1,024 slots, 16 to 256 pairs in training, 300 steps. "
-        "tiny: dim 64, 256 slots, 4 and 8 pairs, 100 steps, seconds.",
+        epilog=f"presets: {_sentences(recall_presets())}",
     )
     recall.set_defaults(run=_recall)
     add = recall.add_argument
-    add("--mixers", default="sdm,gdn", metavar="A,B", help="out of sdm, gdn, conv, swa, full (default sdm,gdn)")
+    add("--mixers", default="sdm,gdn", metavar="A,B", help=f"out of {', '.join(MIXERS)} (default sdm,gdn)")
     add("--preset", help="demo (default) or tiny")
     _add_run(recall)
     add("--pairs", type=numbers, metavar="N,N", help="numbers of pairs to train on; twice the largest is tested, too")
@@ -228,7 +234,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command; return its exit code. A mistake is one line on stderr and code 2."""
     options = parser().parse_args(arguments)
     try:
-        return options.run(options)
+        with compiling_is_said():
+            return options.run(options)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has gone (| head): nor is there anyone to tell at exit

@@ -36,7 +36,6 @@ def run(say: Callable[[str], Any]) -> int:
 
     _describe(say)
     say("")
-    say("kernels that are not kept from an earlier run are compiled now: together, a minute or two")
     wrong = 0
     for name, check in CHECKS.items():
         with compile_time() as compiling:

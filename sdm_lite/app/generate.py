@@ -15,6 +15,7 @@ import torch
 from ..nn import HybridState, stream_tokens
 from . import models
 from .mistakes import mistake
+from .notices import few_steps
 from .tasks import BYTES
 
 COMMAND = "generate"
@@ -49,6 +50,9 @@ def run(options: argparse.Namespace, output: TextIO | None = None) -> int:
         return 130
     if cache is not None:
         cache.save(options.session, of=weights)
+    note = few_steps(found.record)
+    if note:
+        print(note, file=sys.stderr)  # what was generated stands alone on stdout
     return 0
 
 

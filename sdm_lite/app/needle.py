@@ -31,6 +31,7 @@ from .children import cores
 from .files import make_folder, write_json
 from .mistakes import mistake
 from .models import use_threads
+from .notices import compiling_is_said
 from .train import say
 
 COMMAND = "needle"
@@ -81,6 +82,18 @@ TINY: dict[str, Any] = {
     "steps": 120,
     "measured": 32,
 }
+
+
+PRESETS: dict[str, dict[str, Any]] = {"demo": {}, "tiny": TINY}
+
+
+def presets() -> dict[str, str]:
+    """Return the presets in words."""
+    found = {name: NeedleSettings(**values) for name, values in PRESETS.items()}
+    return {
+        name: f"haystacks of {s.haystack} tokens, {s.facts} facts, {s.sub_keys**2:,} slots, {s.steps} steps"
+        for name, s in found.items()
+    }
 
 
 def haystacks(
@@ -172,7 +185,8 @@ def run_variant(settings: NeedleSettings, variant: str) -> dict[str, Any]:
             print(f"{variant}, seed {settings.seed}: step {step} of {settings.steps}, loss {loss:.3f}", flush=True)
 
     started = time.perf_counter()
-    model = train(settings, variant, note)
+    with compiling_is_said():
+        model = train(settings, variant, note)
     seconds = time.perf_counter() - started
     print(f"{variant}: measuring, {settings.passes} readings of {settings.measured} haystacks", flush=True)
     accuracy = {str(facts): measure(settings, model, facts) for facts in settings.measured_facts}
@@ -251,12 +265,11 @@ def caption_for(settings: NeedleSettings, results: dict[str, Any]) -> str:
 
 
 def _settings(options: argparse.Namespace) -> NeedleSettings:
-    presets = {"demo": {}, "tiny": TINY}
-    if options.preset not in presets:
-        raise mistake(COMMAND, "--preset", " or ".join(presets), repr(options.preset), "name one of these")
+    if options.preset not in PRESETS:
+        raise mistake(COMMAND, "--preset", " or ".join(PRESETS), repr(options.preset), "name one of these")
     names = ("steps", "seed", "facts", "haystack", "sub_keys", "trained_passes", "passes", "learning_rate")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    settings = NeedleSettings(**{**presets[options.preset], **given})
+    settings = NeedleSettings(**{**PRESETS[options.preset], **given})
     most = min(settings.haystack // 2, settings.keys)
     if settings.facts > most:
         expected = f"at most {most}, half the haystack and the number of keys"

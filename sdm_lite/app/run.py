@@ -39,7 +39,6 @@ def run_one(
     """Train and measure one model on `task` in `folder`; return its result, or None when `stop` came first."""
     settings = task.settings
     name = settings.mixer
-    board.phase(name, "compiling")  # the first time: kernels are kept on disk
     model = models.build(settings, task.vocab_size)
     trainer = Trainer(command, settings, task, model, folder, save_every=save_every)
     if resume:

@@ -171,6 +171,25 @@ RECALL_PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
+
+def train_presets() -> dict[str, str]:
+    """Return the presets of `train` in words."""
+    found = {name: Settings(**values) for name, values in TRAIN_PRESETS.items()}
+    return {
+        name: f"dim {s.dim}, {s.slots:,} slots, windows of {s.length:,} bytes, {s.steps:,} steps"
+        for name, s in found.items()
+    }
+
+
+def recall_presets() -> dict[str, str]:
+    """Return the presets of `recall` in words."""
+    found = {name: Settings(**values) for name, values in RECALL_PRESETS.items()}
+    return {
+        name: f"dim {s.dim}, {s.slots:,} slots, {min(s.pairs)} to {max(s.pairs)} pairs in training, {s.steps:,} steps"
+        for name, s in found.items()
+    }
+
+
 #: settings that say when a run ends, not what it computes until then
 ENDS = ("steps", "seconds")
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from . import checkpoint, models, plots, tables
 from .files import make_folder, read_json
 from .mistakes import mistake
+from .notices import expectation
 from .progress import Board
 from .run import build_task, run_one
 from .settings import ENDS, MIXERS, TRAIN_PRESETS, Settings, choose, resume_settings
@@ -43,6 +44,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     results, code = compare(options, given, mixers, out, resume, console)
     if results is not None:
         tables.show_text(console, results)
+        for name, result in results.items():
+            say(console, f"{name}, {expectation(result)}")
     return code
 
 
@@ -62,6 +65,7 @@ def _train_one(options: argparse.Namespace, given: dict[str, Any], out: Path, re
     draw(out, results, {settings.mixer: out})
     tables.show_text(console, results)
     say(console, f"pictures: {out / LOSS_PICTURE}, {out / POSITION_PICTURE}")
+    say(console, expectation(result))
     say(console, f"next: sdm-lite generate --checkpoint {out} --prompt 'def main('")
     return 0
 

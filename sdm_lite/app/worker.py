@@ -23,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     from .files import read_json
     from .mistakes import system_mistake
+    from .notices import compiling_is_said
     from .progress import Board
     from .run import build_task, run_one
     from .settings import Settings
@@ -33,7 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
         settings = Settings.from_json("worker", read_json("worker", options.folder / SETTINGS))
         command = "recall" if settings.task == "recall" else "train"
         task = build_task(command, settings)
-        with StopRequest() as stop, Board([settings.mixer], Console(force_terminal=False)) as board:
+        board = Board([settings.mixer], Console(force_terminal=False))
+        with compiling_is_said(), StopRequest() as stop, board:
             result = run_one(
                 command, task, options.folder, board, stop, resume=options.resume, save_every=options.save_every
             )

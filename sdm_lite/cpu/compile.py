@@ -13,6 +13,8 @@ from typing import Any
 from numba import njit
 from numba.core import event
 
+from ..compile_notice import LOGGER, TEXT
+
 _warned = False
 
 
@@ -64,6 +66,24 @@ class SameTypes:
 def same_types(kernel: Any, *settled: Any) -> SameTypes:
     """Return the kernel for arguments whose types follow from what is `settled`: dtypes, and what is None."""
     return SameTypes(kernel)
+
+
+class _Notice(event.Listener):
+    """Logs the first compilation of a kernel of ours."""
+
+    told = False
+
+    def on_start(self, started: Any) -> None:
+        ours = started.data["dispatcher"].py_func.__module__.startswith(__package__.partition(".")[0])
+        if ours and not self.told:
+            self.told = True
+            LOGGER.info(TEXT)
+
+    def on_end(self, ended: Any) -> None:
+        pass
+
+
+event.register("numba:compile", _Notice())
 
 
 @contextlib.contextmanager
