@@ -225,6 +225,26 @@ def addressing(check: Check, shape: Shape) -> None:
     check.time("addressing, gradient", shape.name, size, back)
 
 
+def bag(check: Check, shape: Shape, rate: float) -> None:
+    """Time a weighted sum of R rows a token, float32, and both its gradients; their floor: each read moves its row."""
+    rng = np.random.default_rng(3)
+    tokens = shape.B * shape.T * shape.H
+    slots = check.upload(_slots(rng, shape, shape.R).reshape(tokens, shape.R))
+    weights = check.upload(rng.standard_normal((tokens, shape.R), np.float32))
+    dreadings = check.upload(rng.standard_normal((tokens, shape.D), np.float32))
+    values = check.cupy.zeros((shape.N, shape.D), np.float32)
+    dense, reads = dreadings.nbytes, tokens * shape.R
+    size = reads * (4 * shape.D + 8) + dense
+    forward = lambda: cuda_kernels.embedding_bag_forward(values, slots, weights)  # noqa: E731
+    check.time("embedding bag", shape.name, size, forward, rate)
+    back = lambda: cuda_kernels.embedding_bag_backward(dreadings, slots, weights, shape.N)  # noqa: E731
+    # a row of dreadings for each read, gathered by slot, and the dense gradient of the table
+    written = reads * (4 * shape.D + 8) + values.nbytes
+    check.time("embedding bag, gradient of the table", shape.name, written, back, rate)
+    of_weights = lambda: cuda_kernels.embedding_bag_weights_backward(dreadings, values, slots)  # noqa: E731
+    check.time("embedding bag, gradient of the weights", shape.name, size, of_weights, rate)
+
+
 def layer(check: Check, shape: Shape, rate: float) -> None:
     """Time a training step of the torch layer: forward, backward, projections and addressing included."""
     name = "layer, forward and backward"
@@ -279,6 +299,7 @@ def run(out: pathlib.Path, shapes: tuple[Shape, ...] = roofline.SHAPES, row_slot
         for shape in shapes:
             delta(check, shape, rate)
             addressing(check, shape)
+            bag(check, shape, rate)
             layer(check, shape, rate)
     limits = devices.limits_of(check.cupy.cuda.Device().id)
     versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("cupy", "numpy", "torch")}

@@ -13,11 +13,15 @@ pytestmark = pytest.mark.skipif(kernel_figures.missing() is not None, reason=ker
 
 #: the rest takes minutes: SDM_LITE_CUDA_COMPILE=all, and the command that writes docs/kernels.md
 ALL = [(file, expression) for file, expressions in modules.INSTANCES.items() for expression in expressions]
-WHICH = ALL if os.environ.get("SDM_LITE_CUDA_COMPILE") == "all" else kernel_figures.LAYER
+WHICH = ALL if os.environ.get("SDM_LITE_CUDA_COMPILE") == "all" else kernel_figures.CHECKED
 
 
-def test_the_layer_is_a_part_of_all():
-    assert len(kernel_figures.LAYER) == 12 and set(kernel_figures.LAYER) < set(ALL)
+def test_what_is_checked_is_the_layer_and_the_bags():
+    layer, checked = set(kernel_figures.LAYER), set(kernel_figures.CHECKED)
+    assert len(layer) == 12 and layer < checked < set(ALL)
+    assert {e for _, e in checked - layer} == {
+        f"embedding_bag_{name}<float>" for name in ("forward", "values_backward", "weights_backward")
+    }
 
 
 @pytest.mark.parametrize("arch", kernel_figures.ARCHITECTURES)

@@ -58,7 +58,9 @@ def test_all_of_it_runs(cupy, tmp_path, monkeypatch, capsys):
     expected += [
         f"{part}, {r}" for r in ("snapshot", "hybrid", "invert") for part in ("forward and backward", "backward")
     ]
-    assert names == [*expected, "addressing", "addressing, gradient"]
+    bags = [f"embedding bag{part}" for part in ("", ", gradient of the table", ", gradient of the weights")]
+    assert names == [*expected, "addressing", "addressing, gradient", *bags]
+    assert all(row["floor"] > 0 for row in report["rows"] if row["name"] in bags)
     assert all(row["seconds"] > 0 and row["bytes"] > 0 for row in report["rows"])
     assert len(report["skipped"]) == 1 and report["skipped"][0].startswith("layer")
     text = (tmp_path / "check.md").read_text()

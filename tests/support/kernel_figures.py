@@ -33,6 +33,13 @@ LAYER = [
     or expression.startswith(("plan_", "check_slots", "check_decays<float>"))
     or ("product_key_topk" in expression and "<float" in expression)
 ]
+#: embedding bags beside it: what the compile checks compile where not asked for all
+CHECKED = LAYER + [
+    (file, expression)
+    for file, expressions in modules.INSTANCES.items()
+    for expression in expressions
+    if expression.startswith("embedding_bag") and expression.endswith("<float>")
+]
 _CACHE = pathlib.Path(os.environ.get("SDM_LITE_EMULATOR_CACHE", tempfile.gettempdir()), "sdm_lite_kernel_figures")
 _MARKS = ("<!-- figures -->\n", "<!-- end of figures -->")
 
