@@ -12,7 +12,7 @@ import pytest
 
 import sdm_lite
 from sdm_lite import cuda_kernels, errors, rooms
-from sdm_lite.cuda_kernels import addressing, devices, modules, shared_memory, tiling
+from sdm_lite.cuda_kernels import addressing, devices, modules, shared_memory, stream_numba, tiling
 from sdm_lite.cuda_kernels.call import plan_shared_bytes, plan_window
 from sdm_lite.cuda_kernels.shared_memory import DeltaShape
 from sdm_lite.rooms import DeltaInputs, DeltaOptions
@@ -322,6 +322,16 @@ def test_a_capture_waits_for_nothing(cupy):
             cuda_kernels.sparse_delta_forward(inputs, state, DeltaOptions(restore=restore), save=True)
     with pytest.raises(errors.BackendError, match="check=False"):
         cuda_kernels.values_are_fine(inputs, 8)
+
+
+def test_the_plan_of_a_log_waits_for_its_size_alone(cupy, monkeypatch):
+    handed = []
+    monkeypatch.setattr(stream_numba, "device_array", lambda x: handed.append(x) or x)
+    inputs, _ = call_of(cupy)
+    call = cuda_kernels.call.open_call(inputs, DeltaOptions(), 8)
+    cuda_kernels.log.open_log(call, DeltaOptions(restore="invert"), "-")
+    # every array of the three launches, or Numba would wait for the stream at each
+    assert len(handed) == 4 + 7 + 4
 
 
 def test_unusual_sizes_are_refused_with_the_fix(cupy):
