@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+import threading
 
 import fake_cupy
 import numpy as np
@@ -113,7 +114,7 @@ def sized_call(batch, tokens, heads, width, writes, slots):
 def test_offsets_past_31_bits_reach_the_kernels_as_64(cupy):
     call = sized_call(batch=65, tokens=8192, heads=2, width=2048, writes=64, slots=2**20)
     assert call.lanes * call.slots * call.width > 2**31 and call.total * call.width > 2**31
-    start = cuda_kernels.call.row_start(call)
+    start = call.row_start
     assert start.dtype == np.int64 and int(start[-1]) == (call.lanes - 1) * 2**20
     assert call.total == 65 * 8192 * 2
 
@@ -166,6 +167,38 @@ def test_a_kernel_is_made_once(cupy):
     assert modules.kernel("plan.cu", "plan_links<256>", 0) is one
     assert modules.kernel("plan.cu", "plan_links<256>", 1) is not one
     assert one.max_dynamic_shared_size_bytes == 227 << 10
+
+
+def test_a_training_call_compiles_its_modules_side_by_side(cupy, monkeypatch):
+    """All are asked for before the first is done: a barrier that one thread alone would never pass."""
+    cupy.run = False
+    barrier, files = threading.Barrier(6, timeout=20), []
+
+    class Module(fake_cupy.RawModule):
+        def __init__(self, **options):
+            super().__init__(**options)
+            files.append((self.file, cupy.cuda.Device().id))
+            barrier.wait()
+
+    monkeypatch.setattr(cupy, "RawModule", Module)
+    inputs, state = call_of(cupy)
+    options = DeltaOptions(restore="snapshot")
+    saved = cuda_kernels.sparse_delta_forward(inputs, state, options, save=True)[2]
+    expected = {"sparse_delta_forward.cu", "sparse_delta_backward.cu", "sum_partials.cu", "plan.cu"}
+    assert {file for file, _ in files} == {*expected, "sparse_delta_gates.cu"} and len(files) == 6
+    dreadings = cupy.zeros(inputs.values.shape, np.float32)
+    cuda_kernels.sparse_delta_backward(inputs, options, saved, dreadings, None, state.shape)
+    assert len(files) == 6, "the backward compiled something that its forward could have"
+
+
+def test_an_error_of_one_module_reaches_the_caller(cupy, monkeypatch):
+    def refuse(**options):
+        raise RuntimeError("NVRTC refuses")
+
+    monkeypatch.setattr(cupy, "RawModule", refuse)
+    with pytest.raises(RuntimeError, match="NVRTC refuses"):
+        modules.prepare([("plan.cu", "plan_rows<256>"), ("sum_partials.cu", "sum_partials<float, false>")], 0)
+    assert not modules._kernels
 
 
 # ---- what is missing ----------------------------------------------------------------------------------------------
@@ -300,7 +333,7 @@ def test_out_of_memory_names_the_bytes_and_what_needs_fewer(cupy):
     big = cupy.zeros((1, 2, 4096, 5), np.float32)
     cupy.free = 100_000
     with pytest.raises(errors.DeviceMemoryError, match="163,840 bytes.*sparse_delta_rule_"):
-        cuda_kernels.sparse_delta_forward(inputs, big, DeltaOptions())
+        cuda_kernels.sparse_delta_forward(inputs, big, DeltaOptions(), final=True)
     cupy.free = 350  # the table has 320 bytes, the log 12 rows of 32
     with pytest.raises(MemoryError, match='log of overwritten rows.*384 bytes.*restore="invert"'):
         cuda_kernels.sparse_delta_forward(inputs, state, DeltaOptions(restore="snapshot"), save=True)

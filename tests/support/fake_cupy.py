@@ -12,6 +12,7 @@ import ctypes
 import importlib.machinery
 import sys
 import types
+import weakref
 
 import numpy as np
 from emulated_cuda.run import emulate
@@ -141,7 +142,8 @@ class _Function:
             return
         hosts = [None if a is launch.NULL else a.host if isinstance(a, Array) else a for a in args]
         # the same programs as the kernels' own tests, and one for all of a small file
-        together = SERVED.get(self.file, modules.INSTANCES[self.file] if self.file in _SMALL else ())
+        built = _MODULE.schedule.get("build", "plain") == "plain"  # a sanitized program of one kernel compiles sooner
+        together = SERVED.get(self.file, modules.INSTANCES[self.file] if self.file in _SMALL else ()) if built else ()
         emulate(
             self.file, self.name, grid=grid, block=block, args=hosts, shared_bytes=shared_mem, serve=together,
             **_MODULE.schedule,
@@ -258,7 +260,15 @@ def empty(shape, dtype=np.float64):
         flat = (ctypes.c_ubyte * size).from_address(owner.ptr)
         host = np.frombuffer(flat, np.uint8).view(dtype).reshape(shape)
     host.reshape(-1).view(np.uint8)[:] = 0xFF
+    _count(_MODULE, size)
+    weakref.finalize(host, _count, _MODULE, -size)
     return Array(host, owner)
+
+
+def _count(module, size):
+    """Keep the bytes that are alive of what `empty` gave, and their peak."""
+    module.held += size
+    module.peak = max(module.peak, module.held)
 
 
 def zeros(shape, dtype=np.float64):
@@ -309,7 +319,7 @@ def install(monkeypatch, device=H200, schedule=None) -> _Module:
     vars(cupy).update(
         ndarray=Array, RawModule=RawModule, empty=empty, zeros=zeros, asarray=asarray, from_dlpack=from_dlpack,
         ascontiguousarray=ascontiguousarray, device=dict(device), schedule=schedule or {}, launches=[], run=True,
-        streams=[], current=0, syncs=0, allocator=None, capturing=False, free=float("inf"),
+        streams=[], current=0, syncs=0, allocator=None, capturing=False, free=float("inf"), held=0, peak=0,
     )  # fmt: skip
     cupy.cuda = types.SimpleNamespace(
         Device=_Device,
@@ -329,6 +339,7 @@ def install(monkeypatch, device=H200, schedule=None) -> _Module:
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(modules, "_kernels", {})
+    monkeypatch.setattr(modules, "_turns", {})
     devices.limits_of.cache_clear()
     addressing._on_device.cache_clear()
     _install_numba(monkeypatch)

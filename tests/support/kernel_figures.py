@@ -17,6 +17,7 @@ import pathlib
 import re
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sdm_lite.cuda_kernels import modules
@@ -33,6 +34,8 @@ LAYER = [
     or expression.startswith(("plan_", "check_slots", "check_decays<float>"))
     or ("product_key_topk" in expression and "<float" in expression)
 ]
+#: the same as modules, the way that launches compile it
+LAYER_MODULES = list(dict.fromkeys((file, modules.module_of(file, expression)) for file, expression in LAYER))
 _CACHE = pathlib.Path(os.environ.get("SDM_LITE_EMULATOR_CACHE", tempfile.gettempdir()), "sdm_lite_kernel_figures")
 _MARKS = ("<!-- figures -->\n", "<!-- end of figures -->")
 
@@ -79,18 +82,30 @@ def figures(file: str, expression: str, arch: int) -> Figures:
     return Figures(*json.loads(kept.read_text()))
 
 
-def _compile(file: str, expression: str, options: tuple[str, ...]) -> Figures:
+def compile_layer(threads: int, arch: int = 90) -> tuple[float, float]:
+    """Compile what one training layer asks for; return the seconds of a processor and by the clock."""
+    started, busy = time.monotonic(), time.process_time()
+    options = (*modules.OPTIONS, *modules.ADDED_BY_CUPY, f"-arch=sm_{arch}")
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        for job in [pool.submit(_compile, file, names, options) for file, names in LAYER_MODULES]:
+            job.result()
+    return time.process_time() - busy, time.monotonic() - started
+
+
+def _compile(file: str, expressions: str | Sequence[str], options: tuple[str, ...]) -> Figures:
     from cuda.bindings import nvrtc
 
+    expressions = [expressions] if isinstance(expressions, str) else expressions
     program = _checked(nvrtc.nvrtcCreateProgram(modules.source(file).encode(), file.encode(), 0, [], []))
-    _checked(nvrtc.nvrtcAddNameExpression(program, expression.encode()))
+    for expression in expressions:
+        _checked(nvrtc.nvrtcAddNameExpression(program, expression.encode()))
     started = time.thread_time()
     result = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     seconds = time.thread_time() - started
     log = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
     _checked(nvrtc.nvrtcGetProgramLog(program, log))
     if int(result[0]):
-        raise CompileError(f"{file}: {expression}, {' '.join(options)}:\n{log.decode()}")
+        raise CompileError(f"{file}: {', '.join(expressions)}, {' '.join(options)}:\n{log.decode()}")
     nvrtc.nvrtcDestroyProgram(program)
     text = log.decode()
 
