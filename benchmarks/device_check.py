@@ -3,8 +3,8 @@
     python -m benchmarks.device_check --out device_check      # writes device_check.json and device_check.md
 
 First parity (cuda against the reference and cpu rooms); on a difference nothing is timed. Then the bandwidth of a copy
-and of random 64-byte rows; then forward, backward in each restore mode, decode, addressing and a layer's training step,
-each beside its floor: the bytes of roofline.py over the measured bandwidth of random rows.
+and of random 64-byte rows; then forward, backward in each restore mode, decode, addressing, embedding bags and a
+layer's training step, each beside its floor: the bytes of roofline.py over the measured bandwidth of random rows.
 """
 
 from __future__ import annotations
@@ -225,6 +225,24 @@ def addressing(check: Check, shape: Shape) -> None:
     check.time("addressing, gradient", shape.name, size, back)
 
 
+def bag(check: Check, shape: Shape, rate: float) -> None:
+    """Time an embedding bag of W rows a token of a float32 table, and its gradients; no state, and no heads."""
+    tokens = shape.B * shape.T
+    rng = np.random.default_rng(3)
+    one_head = Shape(shape.name, shape.B, shape.T, 1, shape.N, shape.D, shape.W, shape.R)
+    slots = check.upload(_slots(rng, one_head, shape.W).reshape(tokens, shape.W))
+    weights = check.upload(rng.standard_normal((tokens, shape.W), np.float32))
+    dreadings = check.upload(rng.standard_normal((tokens, shape.D), np.float32))
+    values = check.cupy.zeros((shape.N, shape.D), np.float32)
+    for part, call in (
+        ("forward", lambda: cuda_kernels.embedding_bag_forward(values, slots, weights)),
+        ("gradient of the table", lambda: cuda_kernels.embedding_bag_backward(dreadings, slots, weights, shape.N)),
+        ("gradient of the weights", lambda: cuda_kernels.embedding_bag_weights_backward(dreadings, values, slots)),
+    ):
+        size = roofline.bag_bytes(tokens, shape.W, shape.D, shape.N, part)
+        check.time(f"embedding bag, {part}", shape.name, size, call, rate)
+
+
 def layer(check: Check, shape: Shape, rate: float) -> None:
     """Time a training step of the torch layer: forward, backward, projections and addressing included."""
     name = "layer, forward and backward"
@@ -279,6 +297,7 @@ def run(out: pathlib.Path, shapes: tuple[Shape, ...] = roofline.SHAPES, row_slot
         for shape in shapes:
             delta(check, shape, rate)
             addressing(check, shape)
+            bag(check, shape, rate)
             layer(check, shape, rate)
     limits = devices.limits_of(check.cupy.cuda.Device().id)
     versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in ("cupy", "numpy", "torch")}

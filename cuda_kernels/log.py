@@ -91,5 +91,5 @@ def _planned(call: Call, options: DeltaOptions) -> tuple[Any, int]:
     tau = math.inf if options.restore == "invert" else options.restore_tau
     return log_plan_numba.plan_log(
         cupy(), x.write_slots, x.write_weights, x.log_decay, x.beta, call.cu_seqlens, num_slots=call.slots,
-        per_slot=call.per_slot, tau=tau, stream=stream_numba.current_stream(),
+        per_slot=call.per_slot, tau=tau, stream=stream_numba.current_stream(), to_numba=stream_numba.device_array,
     )  # fmt: skip

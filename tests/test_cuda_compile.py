@@ -18,11 +18,12 @@ pytestmark = pytest.mark.skipif(kernel_figures.missing() is not None, reason=ker
 ALL = [(file, expression) for file, expressions in modules.INSTANCES.items() for expression in expressions]
 #: seconds of a processor for what a layer asks for, NumPy's and Numba's import (about 1 s) counted
 BUDGET_S = 6.5
-WHICH = ALL if os.environ.get("SDM_LITE_CUDA_COMPILE") == "all" else kernel_figures.LAYER
+WHICH = ALL if os.environ.get("SDM_LITE_CUDA_COMPILE") == "all" else kernel_figures.DEFAULT
 
 
 def test_the_layer_is_a_part_of_all():
-    assert len(kernel_figures.LAYER) == 12 and set(kernel_figures.LAYER) < set(ALL)
+    assert len(kernel_figures.LAYER) == 12 and set(kernel_figures.LAYER) < set(kernel_figures.DEFAULT) < set(ALL)
+    assert len(kernel_figures.DEFAULT) == 15
 
 
 def test_a_layer_compiles_within_its_budget():

@@ -358,3 +358,18 @@ def test_torch_tensors_bring_their_stream_and_memory(torch, cupy, dtype, monkeyp
             dtype,
             "snapshot" if dtype == "bfloat16" else "hybrid",
         )
+
+
+def test_slot_usage_is_counted_where_the_slots_are(torch, cupy):
+    from sdm_lite.errors import SlotError
+    from sdm_lite.nn import SlotUsage
+
+    slots = torch.from_numpy(np.random.default_rng(7).integers(0, 9, (3, 5, 4)))
+    usage = SlotUsage(10)
+    for _ in range(2):
+        usage.add(slots)
+    assert cupy.streams, "not counted in the cuda room"
+    assert torch.equal(usage.counts, 2 * torch.bincount(slots.reshape(-1), minlength=10))
+    with pytest.raises(SlotError, match="0 to 10"):
+        usage.add(torch.tensor([0, 10]))
+    assert int(usage.counts.sum()) == 2 * slots.numel() and usage.report().dead.tolist() == [9]

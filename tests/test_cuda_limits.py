@@ -357,6 +357,18 @@ def test_a_capture_waits_for_nothing(cupy):
         cuda_kernels.values_are_fine(inputs, 8)
 
 
+def test_planning_a_log_waits_once(cupy, monkeypatch):
+    """For the size of the log; Numba, which else waits for the stream at every array, is told not to."""
+    stand_in, trusted = cuda_kernels.log.cupy(), []
+    inputs, state = call_of(cupy)
+    stream_numba = importlib.import_module("sdm_lite.cuda_kernels.stream_numba")
+    monkeypatch.setattr(stream_numba.cuda, "as_cuda_array", lambda x, sync: trusted.append(sync) or x)
+    call = cuda_kernels.call.open_call(inputs, DeltaOptions(), 8)
+    stand_in.syncs = 0
+    cuda_kernels.log.open_log(call, DeltaOptions(restore="invert"), "-")
+    assert stand_in.syncs == 1 and len(trusted) == 15 and not any(trusted)
+
+
 def test_unusual_sizes_are_refused_with_the_fix(cupy):
     inputs, state = call_of(cupy)
     slots, weights = (cupy.zeros((*TOKEN, 0), dtype) for dtype in (np.int32, np.float32))

@@ -18,7 +18,16 @@ import numpy as np
 from emulated_cuda.run import emulate
 from emulated_delta import SERVED
 
-from sdm_lite.cuda_kernels import addressing, devices, hash_slots_numba, launch, log_plan_numba, modules, stream_numba
+from sdm_lite.cuda_kernels import (
+    access_statistics_numba,
+    addressing,
+    devices,
+    hash_slots_numba,
+    launch,
+    log_plan_numba,
+    modules,
+    stream_numba,
+)
 
 _KEPT = ("shape", "dtype", "size", "ndim", "nbytes", "itemsize", "strides", "flags")
 _METHODS = (
@@ -187,11 +196,14 @@ class _PythonKernel:
 def _install_numba(monkeypatch):
     threads = types.SimpleNamespace(now=0)
     stand_in = types.SimpleNamespace(
-        grid=lambda axes: threads.now, external_stream=lambda address: None, as_cuda_array=lambda x, sync: x
+        grid=lambda axes: threads.now,
+        external_stream=lambda address: None,
+        as_cuda_array=lambda x, sync: x,
+        atomic=types.SimpleNamespace(add=np.add.at),
     )
     monkeypatch.setitem(sys.modules, "numba_cuda", types.ModuleType("numba_cuda"))
     sys.modules["numba_cuda"].__spec__ = importlib.machinery.ModuleSpec("numba_cuda", None)
-    for module in (hash_slots_numba, log_plan_numba, stream_numba):
+    for module in (access_statistics_numba, hash_slots_numba, log_plan_numba, stream_numba):
         for name, found in list(vars(module).items()):
             if hasattr(found, "py_func"):
                 monkeypatch.setattr(module, name, _PythonKernel(found.py_func, threads))
