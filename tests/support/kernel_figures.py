@@ -144,9 +144,9 @@ def table(found: dict[tuple[str, str, int], Figures]) -> str:
             lines.append(f"| `{name}` | " + " | ".join(cells) + f" | {max(f.static_shared_bytes for f in row)} |\n")
     (alone, _), (_, together) = compile_layer(1), compile_layer(len(LAYER_MODULES))
     lines.append(
-        f"\nWhat one training layer with a bf16 state asks for, {len(LAYER)} kernels in {len(LAYER_MODULES)} modules, took"
-        f" {alone:.1f} s of a processor to compile for sm_90, once per machine, and side by side {together:.1f} s by the"
-        f" clock on {os.cpu_count()} CPUs, on a machine that did other work too.\n"
+        f"\nWhat one training layer with a bf16 state asks for, {len(LAYER)} kernels in {len(LAYER_MODULES)} modules,"
+        f" took {alone:.1f} s of a processor to compile for sm_90, once per machine, and side by side {together:.1f} s"
+        f" by the clock on {os.cpu_count()} CPUs, on a machine that did other work too.\n"
     )
     return "".join(lines)
 
