@@ -67,8 +67,8 @@ def count_accesses(slots: Any, counts: Any) -> None:
     from . import access_statistics_numba, stream_numba
 
     with launch.on_device_of(slots):
-        arrays, stream = (stream_numba.device_array(x) for x in (slots, counts)), stream_numba.current_stream()
-        access_statistics_numba.count_accesses(*arrays, stream)
+        to, stream = stream_numba.device_array(counts), stream_numba.current_stream()
+        access_statistics_numba.count_accesses(stream_numba.device_array(slots), to, stream)
 
 
 def _c_name(array: Any) -> str:

@@ -211,6 +211,17 @@ def test_slots_and_decays_are_checked_on_the_device(cupy):
         assert {run[0].split("<")[0] for run in cupy.launches} <= {"check_slots", "check_decays"}
 
 
+@needs("asan")
+def test_a_check_of_bad_values_stays_in_its_arrays(monkeypatch):
+    cupy = fake_cupy.install(monkeypatch, schedule={"build": "asan"})
+    case = make_case(FIELDS["cuda_packed"], dtype=np.float32)
+    for slot in (-(2**31), 2**31 - 1, 16):
+        inputs = DeltaInputs(*(uploaded(cupy, x.copy()) for x in case.inputs))
+        assert cuda_kernels.values_are_fine(inputs, 16)
+        inputs.read_slots.host.reshape(-1)[-1] = slot
+        assert not cuda_kernels.values_are_fine(inputs, 16)
+
+
 def test_offsets_are_checked_and_made_safe(cupy):
     case = make_case(FIELDS["cuda_packed"], dtype=np.float32)
     call = [cupy.asarray(x) for x in case.arguments()]
