@@ -3,8 +3,8 @@
     python -m benchmarks.device_check --out device_check      # writes device_check.json and device_check.md
 
 First parity (cuda against the reference and cpu rooms); on a difference nothing is timed. Then the bandwidth of a copy
-and of random 64-byte rows; then forward, backward in each restore mode, decode, addressing and a layer's training step,
-each beside its floor: the bytes of roofline.py over the measured bandwidth of random rows.
+and of random 64-byte rows; then forward, backward in each restore mode, decode, addressing, embedding bags and a
+layer's training step, each beside its floor: the bytes of roofline.py over the measured bandwidth of random rows.
 """
 
 from __future__ import annotations
@@ -226,23 +226,21 @@ def addressing(check: Check, shape: Shape) -> None:
 
 
 def bag(check: Check, shape: Shape, rate: float) -> None:
-    """Time a weighted sum of R rows a token, float32, and both its gradients; their floor: each read moves its row."""
+    """Time an embedding bag of W rows a token of a float32 table, and its gradients; no state, and no heads."""
+    tokens = shape.B * shape.T
     rng = np.random.default_rng(3)
-    tokens = shape.B * shape.T * shape.H
-    slots = check.upload(_slots(rng, shape, shape.R).reshape(tokens, shape.R))
-    weights = check.upload(rng.standard_normal((tokens, shape.R), np.float32))
+    one_head = Shape(shape.name, shape.B, shape.T, 1, shape.N, shape.D, shape.W, shape.R)
+    slots = check.upload(_slots(rng, one_head, shape.W).reshape(tokens, shape.W))
+    weights = check.upload(rng.standard_normal((tokens, shape.W), np.float32))
     dreadings = check.upload(rng.standard_normal((tokens, shape.D), np.float32))
     values = check.cupy.zeros((shape.N, shape.D), np.float32)
-    dense, reads = dreadings.nbytes, tokens * shape.R
-    size = reads * (4 * shape.D + 8) + dense
-    forward = lambda: cuda_kernels.embedding_bag_forward(values, slots, weights)  # noqa: E731
-    check.time("embedding bag", shape.name, size, forward, rate)
-    back = lambda: cuda_kernels.embedding_bag_backward(dreadings, slots, weights, shape.N)  # noqa: E731
-    # a row of dreadings for each read, gathered by slot, and the dense gradient of the table
-    written = reads * (4 * shape.D + 8) + values.nbytes
-    check.time("embedding bag, gradient of the table", shape.name, written, back, rate)
-    of_weights = lambda: cuda_kernels.embedding_bag_weights_backward(dreadings, values, slots)  # noqa: E731
-    check.time("embedding bag, gradient of the weights", shape.name, size, of_weights, rate)
+    for part, call in (
+        ("forward", lambda: cuda_kernels.embedding_bag_forward(values, slots, weights)),
+        ("gradient of the table", lambda: cuda_kernels.embedding_bag_backward(dreadings, slots, weights, shape.N)),
+        ("gradient of the weights", lambda: cuda_kernels.embedding_bag_weights_backward(dreadings, values, slots)),
+    ):
+        size = roofline.bag_bytes(tokens, shape.W, shape.D, shape.N, part)
+        check.time(f"embedding bag, {part}", shape.name, size, call, rate)
 
 
 def layer(check: Check, shape: Shape, rate: float) -> None:

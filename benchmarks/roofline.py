@@ -88,6 +88,30 @@ def row_bytes(shape: Shape, direction: str, state_bytes: int, *, logged: float =
     return int(tokens * shape.D * (2 * (shape.W + shape.R) * (state_bytes + 4) + log + 4 * 4))
 
 
+def bag_bytes(tokens: int, bag: int, width: int, slots: int, part: str) -> int:
+    """Bytes of an embedding bag's float32 rows, one of `width` a read; and what else a part reads or writes once.
+
+    The readings (forward) or their gradient (of the weights) are a row a token; the gradient of the table is zeroed and
+    written, its reads come from the upstream gradient, and slots, order and weights are 16 bytes a read.
+    """
+    reads = 4 * tokens * bag * width
+    if part == "gradient of the table":
+        return reads + 2 * 4 * slots * width + 16 * tokens * bag
+    return reads + 4 * tokens * width + 8 * tokens * bag
+
+
+def functional_bytes(shape: Shape, state_bytes: int, rows: int | None = None) -> int:
+    """Bytes that the functional form moves beside `row_bytes`: its table, in and out, and in the backward M and G.
+
+    Of the compact form's `rows` touched rows, or of the whole table where None: copied in the forward, copied and its
+    gradient zeroed in the backward. The compact form zeroes the gradient of the state too, and scatters G's rows.
+    """
+    whole = shape.lanes * shape.N
+    touched = whole if rows is None else rows
+    moved = touched * shape.D * (4 * state_bytes + 4)
+    return moved if rows is None else moved + 4 * shape.D * (whole + 2 * rows)
+
+
 def operations(shape: Shape, direction: str) -> int:
     """Floating-point operations: forward 5 a written and 2 a read row and column, backward 20 and 4."""
     per_write, per_read = (5, 2) if direction == "forward" else (20, 4)

@@ -3,7 +3,7 @@
 if __name__ != "sdm_lite.cuda_kernels":
     raise ImportError("this folder is the package sdm_lite.cuda_kernels: install sdm-lite and import that")
 
-from .addressing import hash_slots_forward, product_key_topk_backward, product_key_topk_forward
+from .addressing import count_accesses, hash_slots_forward, product_key_topk_backward, product_key_topk_forward
 from .devices import unavailable
 from .embedding_bag import (
     embedding_bag_backward,
@@ -16,6 +16,7 @@ from .sparse_delta import sparse_delta_backward, sparse_delta_forward, sparse_de
 
 __all__ = [
     "borrowed",
+    "count_accesses",
     "embedding_bag_backward",
     "embedding_bag_forward",
     "embedding_bag_weights_backward",

@@ -14,24 +14,24 @@ _THREADS = 256
 
 
 def count_accesses(slots: Any, counts: Any, stream: Any = 0) -> None:
-    """Add to counts[h, n] how often slots[.., h, :] name slot n.
+    """Add to counts[n] how often `slots` name slot n.
 
     Parameters
     ----------
-    slots : device array [B, T, H, k], int32
-        In [0, N), or -1: padding, not counted.
-    counts : device array [H, N], int32
+    slots : device array [n], int32
+        In [0, N).
+    counts : device array [N], int64
         Added to.
     stream
         A Numba stream.
     """
     if slots.size:
         grid = -(-slots.size // _THREADS)
-        _count[grid, _THREADS, stream](slots.reshape(-1), slots.shape[-1], counts)
+        _count[grid, _THREADS, stream](slots, counts)
 
 
 @cuda.jit
-def _count(slots, each, counts):
+def _count(slots, counts):
     i = cuda.grid(1)
-    if i < slots.size and slots[i] >= 0:
-        cuda.atomic.add(counts, (i // each % counts.shape[0], slots[i]), 1)
+    if i < slots.size:
+        cuda.atomic.add(counts, slots[i], 1)

@@ -61,6 +61,16 @@ def hash_slots_forward(ids: Any, num_slots: int, k: int, seed: int) -> Any:
         return slots
 
 
+def count_accesses(slots: Any, counts: Any) -> None:
+    """Add to counts [N], int64, how often `slots`, int32 [n] in [0, N), name each slot."""
+    check_numba("SlotUsage.add")
+    from . import access_statistics_numba, stream_numba
+
+    with launch.on_device_of(slots):
+        to, stream = stream_numba.device_array(counts), stream_numba.current_stream()
+        access_statistics_numba.count_accesses(stream_numba.device_array(slots), to, stream)
+
+
 def _c_name(array: Any) -> str:
     return "double" if array.dtype == np.float64 else "float"
 

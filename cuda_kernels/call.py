@@ -15,6 +15,7 @@ from .devices import cupy
 #: the C++ names of the state dtypes
 STATES = {"float32": "float", "float64": "double", "bfloat16": "bf16", "float16": "fp16"}
 _PLAN_THREADS = 256
+PLAN_ROWS = f"plan_rows<{_PLAN_THREADS}>"
 _PLAN_SHARED = 48 << 10  # what every device gives a block without being asked
 _FIX = "split the sequence"
 
@@ -36,6 +37,7 @@ class Call(NamedTuple):
     reads: int
     decays: int
     cu_seqlens: Any  # int64 on the device, within [0, T] and not decreasing, or None
+    row_start: Any  # int64 [L] on the device: where each lane's rows begin in the table
 
     @property
     def rows_per_token(self) -> int:
@@ -80,6 +82,7 @@ def open_call(inputs: DeltaInputs, options: DeltaOptions, slots: int) -> Call:
         reads,
         inputs.log_decay.shape[-1],
         _offsets(inputs.cu_seqlens, tokens),
+        cupy().arange(sequences * heads, dtype=np.int64) * np.int64(slots),
     )
 
 
@@ -91,11 +94,6 @@ def _offsets(cu_seqlens: Any, tokens: int) -> Any:
     sizes = (np.int32(cu_seqlens.shape[0]), np.int64(tokens))
     launch.launch("check_values.cu", "safe_offsets", (1,), 32, (cu_seqlens, *sizes, safe))
     return safe
-
-
-def row_start(call: Call) -> Any:
-    """Return where each lane's rows begin in a table [S, H, N, D]: int64 [L]."""
-    return cupy().arange(call.lanes, dtype=np.int64) * np.int64(call.slots)
 
 
 class Plan(NamedTuple):
@@ -127,7 +125,7 @@ def make_plan(call: Call, row_budget: int) -> Plan:
     cu, windowed = call.cu_seqlens, (np.int32(window), np.int32(windows))
     sizes = call.numbers("tokens", "heads")
     launch.launch(
-        "plan.cu", f"plan_rows<{_PLAN_THREADS}>", (call.lanes * windows,), _PLAN_THREADS,
+        "plan.cu", PLAN_ROWS, (call.lanes * windows,), _PLAN_THREADS,
         (call.inputs.write_slots, call.inputs.read_slots, cu, *sizes, *call.numbers("writes", "reads"), *windowed,
          np.int32(row_budget), np.int32(stride), rows, rows_from, place_w, place_r),
         plan_shared_bytes(call.rows_per_token, window),

@@ -19,13 +19,16 @@ check_slots(const int* slots, long long tokens, int count, int num_slots, int* b
   if (token >= tokens) return;
   const int* mine = slots + token * count;
   bool wrong = false, rising = true;
+#pragma unroll 1
   for (int i = threadIdx.x % 32; i < count; i += 32) {
     const int slot = mine[i];
     wrong |= slot < 0 || slot >= num_slots;
     rising &= i == 0 || mine[i - 1] < slot;
   }
   if (!__all_sync(0xffffffffu, rising))  // else they are distinct without looking further
+#pragma unroll 1
     for (int i = threadIdx.x % 32; i < count; i += 32)
+#pragma unroll 1
       for (int j = 0; j < i; ++j) wrong |= mine[i] == mine[j];
   if (wrong) atomicMax(bad, 1);
 }
@@ -49,5 +52,6 @@ check_offsets(const long long* cu_seqlens, int sequences, long long tokens, int*
 __global__ void safe_offsets(const long long* cu_seqlens, int count, long long tokens, long long* safe) {
   if (threadIdx.x) return;
   long long least = 0;
+#pragma unroll 1
   for (int i = 0; i < count; ++i) safe[i] = least = max(least, min(cu_seqlens[i], tokens));
 }

@@ -18,7 +18,7 @@ struct Token {
   int writes, reads;
   bool decay_per_slot;
 
-  __device__ __forceinline__ Real alpha_of(int w) const { return decay_per_slot ? alpha[w] : alpha[0]; }
+  __device__ __forceinline__ Real alpha_of(int w) const { return alpha[decay_per_slot ? w : 0]; }
 };
 
 // Returns the prediction error of the thread's columns; the reading's parts lie in part_y after the next barrier.

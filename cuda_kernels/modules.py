@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import importlib.resources
 import re
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 from ..errors import BackendError, message
@@ -47,8 +49,11 @@ def _instances() -> dict[str, tuple[str, ...]]:
 INSTANCES = _instances()
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
+#: files whose kernels are small and launched together: one module, so that the compiler starts once
+_TOGETHER = ("plan.cu", "check_values.cu")
 _kernels: dict[tuple, Any] = {}
-_lock = threading.RLock()
+_turns: dict[tuple, threading.Lock] = {}
+_lock = threading.Lock()
 
 
 @functools.cache
@@ -75,20 +80,50 @@ def _resume(name: str, text: str, found: re.Match) -> str:
     return f'\n#line {text.count(chr(10), 0, found.start()) + 2} "{name}"'
 
 
+def module_of(file: str, expression: str) -> tuple[str, ...]:
+    """Return the kernels that are compiled with `expression` of `file`, itself among them."""
+    assert expression in INSTANCES[file], f"{expression} is not among INSTANCES, so no check compiles it"
+    return INSTANCES[file] if file in _TOGETHER else (expression,)
+
+
 def kernel(file: str, expression: str, device: int) -> Any:
     """Return the kernel `expression` (a C++ name, with its template arguments) of `file` for a device."""
-    assert expression in INSTANCES[file], f"{expression} is not among INSTANCES, so no check compiles it"
-    text = source(file)
+    together, text = module_of(file, expression), source(file)
     key = (text, expression, OPTIONS, device)
-    with _lock:
-        found = _kernels.get(key)
-        if found is None:
-            reason = device_unavailable(device)
-            if reason:
-                fix = "use another device or the cpu room"
-                raise BackendError(message("the cuda room", "device", "one that the kernels run on", reason, fix))
-            module = cupy().RawModule(code=text, options=OPTIONS, name_expressions=(expression,))
-            found = _kernels[key] = module.get_function(expression)
+    found = _kernels.get(key)
+    if found is None:
+        with _lock:
+            turn = _turns.setdefault((text, together, OPTIONS, device), threading.Lock())
+        with turn:  # of one module; others compile meanwhile
+            if key not in _kernels:
+                _kernels.update(_load(text, together, device))
+            found = _kernels[key]
+    return found
+
+
+def prepare(wanted: Iterable[tuple[str, str]], device: int) -> None:
+    """Compile the modules of kernels, (file, expression) each, side by side: NVRTC runs without Python's lock."""
+    missing = {}
+    for file, expression in wanted:
+        if (source(file), expression, OPTIONS, device) not in _kernels:
+            missing[file, module_of(file, expression)] = expression
+    if len(missing) < 2:
+        return  # its launch compiles it
+    with concurrent.futures.ThreadPoolExecutor(len(missing)) as pool:
+        for job in [pool.submit(kernel, file, name, device) for (file, _), name in missing.items()]:
+            job.result()
+
+
+def _load(text: str, expressions: tuple[str, ...], device: int) -> dict[tuple, Any]:
+    reason = device_unavailable(device)
+    if reason:
+        fix = "use another device or the cpu room"
+        raise BackendError(message("the cuda room", "device", "one that the kernels run on", reason, fix))
+    found = {}
+    with cupy().cuda.Device(device):  # each thread has a current device of its own
+        module = cupy().RawModule(code=text, options=OPTIONS, name_expressions=expressions)
+        for expression in expressions:
+            one = found[text, expression, OPTIONS, device] = module.get_function(expression)
             # once, here: what a launch really takes is said by the launch
-            found.max_dynamic_shared_size_bytes = limits_of(device).shared_per_block - found.shared_size_bytes
-        return found
+            one.max_dynamic_shared_size_bytes = limits_of(device).shared_per_block - one.shared_size_bytes
+    return found

@@ -45,8 +45,10 @@ __device__ __forceinline__ Window window_at(int block, int windows, int window, 
 // Writes the chunk of each token and the first token of each chunk, and returns the number of chunks.
 __device__ __forceinline__ int cut(const int* earlier, int tokens, int uses, int row_budget, int* chunk_at, int* begin) {
   int chunks = 0, rows = 0;
+#pragma unroll 1
   for (int t = 0; t < tokens; ++t) {
     int in_chunk = 0, alone = 0;  // rows that token t adds to the chunk, and that it has as the first of a chunk
+#pragma unroll 1
     for (int base = 0; base < uses; base += 32) {
       const int i = base + threadIdx.x;
       const int before = i < uses ? earlier[t * uses + i] : t;
@@ -82,6 +84,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   int* first_row = smem.take<int>(window);
   auto before = [](unsigned long long a, unsigned long long b) { return a < b; };
 
+#pragma unroll 1
   for (int i = threadIdx.x; i < size; i += THREADS) {
     const int i_of = i % each;
     const long long token = w.lane.token(w.first + i / each);
@@ -90,18 +93,21 @@ __global__ void __launch_bounds__(THREADS, 1)
                                 : use_key(0, (unsigned)read_slots[token * reads + i_of - writes], false, i);
   }
   block_sort<THREADS>(keys, size, before);
+#pragma unroll 1
   for (int p = threadIdx.x; p < uses; p += THREADS)
     number[use_of(keys[p])] = p > 0 && row_of(keys[p - 1]) == row_of(keys[p]) ? use_of(keys[p - 1]) / each : -1;
   __syncthreads();
   if (threadIdx.x < 32) cut(number, w.count, each, row_budget, chunk_at, begin);
   __syncthreads();
 
+#pragma unroll 1
   for (int p = threadIdx.x; p < uses; p += THREADS) {
     const int use = use_of(keys[p]);
     keys[p] = use_key(chunk_at[use / each], slot_of(keys[p]), use % each >= writes, use);
   }
   block_sort<THREADS>(keys, size, before);
   int seen = 0;  // distinct rows so far, of all chunks
+#pragma unroll 1
   for (int base = 0; base < size; base += THREADS) {
     const int p = base + threadIdx.x;
     const bool live = p < uses, head = live && (p == 0 || row_of(keys[p - 1]) != row_of(keys[p]));
@@ -114,11 +120,13 @@ __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
 
   const long long at = w.lane.base + w.first;
+#pragma unroll 1
   for (int t = threadIdx.x; t < w.count; t += THREADS) {
     const int chunk = chunk_at[t], last = chunk_at[w.count - 1];
     const int until = chunk == last ? seen : first_row[chunk + 1];
     rows_from[at + t] = begin[chunk] == t ? until - first_row[chunk] : 0;
   }
+#pragma unroll 1
   for (int p = threadIdx.x; p < uses; p += THREADS) {
     const int chunk = chunk_of(keys[p]), place = number[p] - first_row[chunk], use = use_of(keys[p]);
     const int i_of = use % each;
@@ -141,6 +149,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 int* chunk_start, int* chunks) {
   const Lane lane = lane_at(blockIdx.x, heads, tokens, cu_seqlens);
   int seen = 0;
+#pragma unroll 1
   for (int first = 0; first < lane.tokens; first += THREADS) {
     const int t = first + threadIdx.x, rows = t < lane.tokens ? rows_from[lane.base + t] : 0;
     int here;
@@ -160,6 +169,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 // The place of a slot in a list of `count` rows, or kNoPlace.
 __device__ __forceinline__ unsigned short place_of(unsigned slot, const RowEntry* list, int count) {
   int low = 0, high = count;
+#pragma unroll 1
   while (low < high) {
     const int middle = (low + high) / 2;
     if (list[middle].slot < slot)
@@ -181,6 +191,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   const int* start = chunk_start + w.lane.base + w.lane_index;
   const int all = chunks[w.lane_index];
   int c = 0;
+#pragma unroll 1
   for (int high = all; c < high;) {  // the first chunk of this window
     const int middle = (c + high) / 2;
     if (start[middle] < w.first)
@@ -189,7 +200,9 @@ __global__ void __launch_bounds__(THREADS, 1)
       high = middle;
   }
   auto rows_of = [&](int chunk) { return list + (long long)start[chunk] * row_stride; };
+#pragma unroll 1
   for (; c < all && start[c] < w.first + w.count; ++c)
+#pragma unroll 1
     for (int i = threadIdx.x; i < count[c]; i += THREADS) {
       RowEntry& entry = rows_of(c)[i];
       if (c > 0) entry.from = place_of(entry.slot, rows_of(c - 1), count[c - 1]);

@@ -20,19 +20,26 @@ __global__ void __launch_bounds__(THREADS)
   const long long row = blockIdx.x;
   Value* out = dscores + row * columns;
 
+#pragma unroll 1
   for (int c = threadIdx.x; c < columns; c += THREADS) out[c] = 0;
+#pragma unroll 1
   for (int i = threadIdx.x; i < k; i += THREADS) gradient[i] = dvalues[row * k + i], rest[i] = slots[row * k + i];
   int first = columns;
+#pragma unroll 1
   for (int f = factors - 1; f >= 0; --f) {
     const int width = widths[f];
     first -= width;
+#pragma unroll 1
     for (int i = threadIdx.x; i < k; i += THREADS) column[i] = rest[i] % width, rest[i] /= width;
     __syncthreads();
+#pragma unroll 1
     for (int i = threadIdx.x; i < k; i += THREADS) {
       int earlier = 0;
+#pragma unroll 1
       while (column[earlier] != column[i]) ++earlier;
       if (earlier < i) continue;
       Value sum = 0;
+#pragma unroll 1
       for (int j = i; j < k; ++j)
         if (column[j] == column[i]) sum = add_rn(sum, gradient[j]);
       out[first + column[i]] = sum;

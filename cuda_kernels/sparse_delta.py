@@ -1,6 +1,7 @@
 """The CUDA room's doors of the sparse delta rule: sizes to launches.
 
-The functional form works on a copy of the whole table (what it then saves for the backward), the in-place form on the
+The functional form works on a copy (what it then saves for the backward): of the rows that its slots name where that is
+surely smaller and no final state is wanted (compact.py), else of the whole table. The in-place form works on the
 caller's own. Few tokens are worked on where their rows lie (decode_step.cu), sequences are staged
 (sparse_delta_forward.cu); the bits are the same.
 """
@@ -15,8 +16,10 @@ from .. import arrays
 from ..errors import BackendError, ValueRangeError, message
 from ..rooms import SAVED_ARRAYS, DeltaGradients, DeltaInputs, DeltaOptions
 from . import call as calls
-from . import launch, shared_memory, tiling
+from . import compact as compacts
+from . import launch, modules, shared_memory, tiling
 from .call import Call
+from .compact import Compact
 from .devices import cupy, limits_of
 from .log import Log, open_log
 from .shared_memory import DeltaShape
@@ -24,6 +27,7 @@ from .shared_memory import DeltaShape
 #: up to so many tokens of a sequence, planning and staging cost more than the latency that they hide
 FEW_TOKENS = 4
 _PARTIAL_COLUMNS = 32
+_IN_PLACE = "use sparse_delta_rule_, which works in place"
 _OTHER_RESTORE = 'pass restore="invert" (no log), or snapshot_dtype="bf16", "fp8" or "int4"'
 
 
@@ -32,11 +36,18 @@ def sparse_delta_forward(
 ) -> tuple[Any, Any | None, tuple[Any, ...] | None]:
     """Return readings, final state and what the backward needs; `state` is left as it is.
 
-    `saved` is the table after the last token, the prediction errors, and the log; all of them flat.
+    `saved` is the table after the last token, the prediction errors, the log, and the compact form's numbering, empty
+    for the whole table's; all of them flat.
     """
     with launch.on_device_of(inputs.values):
         call = calls.open_call(inputs, options, state.shape[-2])
-        table = _own_table(call, state)
+        compact = None
+        if not final and _is_compact(call, state):
+            compact = compacts.number_rows(call)
+            call = compact.applied(call)
+            table = compacts.gather(compact, state, "a copy of the touched rows", _IN_PLACE)
+        else:
+            table = _own_table(call, state)
         error = log = None
         if save:
             error = call.empty((0 if call.per_slot else call.total, call.width), "saved prediction errors")
@@ -51,6 +62,8 @@ def sparse_delta_forward(
         if not save:
             return readings, final_state, None
         kept = [x.reshape(-1) for x in (table, error, log.rows, log.scales, log.place)]  # type: ignore[union-attr]
+        if compact is not None:
+            kept += compact.to_saved()
         nothing = cupy().empty((0,), np.float32)
         return readings, final_state, (*kept, *[nothing] * (SAVED_ARRAYS - len(kept)))
 
@@ -77,8 +90,8 @@ def sparse_delta_backward(
 ) -> DeltaGradients:
     """Return the gradients; `saved` is left as it is, so that a second backward gives the same numbers.
 
-    The walk needs the gradient of the table in any case, float32 [S, H, N, D]; it is not returned where `state_shape`
-    is None.
+    The walk needs the gradient of the saved table's rows in any case, in float32; it is not returned where
+    `state_shape` is None.
     """
     with launch.on_device_of(inputs.values):
         rows = saved[0].view(_state_dtype(options))
@@ -86,7 +99,11 @@ def sparse_delta_backward(
         sequences = batch if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
         slots = rows.size // max(sequences * heads * width, 1) if state_shape is None else state_shape[-2]
         call = calls.open_call(inputs, options, slots)
-        shape = (sequences, heads, slots, width)
+        compact = Compact.from_saved(call, *saved[5:8])
+        shape: tuple[int, ...] = (sequences, heads, slots, width)
+        if compact is not None:
+            assert dfinal is None, "a final state is the whole form's"
+            call, shape = compact.applied(call), (compact.rows.size, width)
         log = Log.restored(call, options, saved[2], saved[3], saved[4])
         table, call = _table_to_undo(call, rows.reshape(shape), log, options)
         grad = launch.zeros(shape, call.dtype, "the gradient of the state", "lower slots or batch")
@@ -96,13 +113,22 @@ def sparse_delta_backward(
         found = _run_backward(call, table, grad, target, dreadings, log)
         if state_shape is None:
             return found
+        if compact is not None:
+            return found._replace(initial_state=compacts.scatter(compact, call, grad, state_shape))
         return found._replace(initial_state=grad.sum(axis=0) if len(state_shape) == 3 else grad)
+
+
+def _is_compact(call: Call, state: Any) -> bool:
+    """Return whether a call copies the touched rows alone; a graph's capture may not wait for their number."""
+    uses = call.total * call.rows_per_token
+    smaller = compacts.is_smaller(call.lanes, call.slots, uses, call.width, state.dtype.itemsize)
+    return smaller and state.flags.c_contiguous and not launch.is_capturing()
 
 
 def _own_table(call: Call, state: Any) -> Any:
     """Return a copy [S, H, N, D] of a state, or of one memory shared by all sequences."""
     shape = (call.lanes // max(call.heads, 1), call.heads, call.slots, call.width)
-    table = launch.empty(shape, state.dtype, "a copy of the state", "use sparse_delta_rule_, which works in place")
+    table = launch.empty(shape, state.dtype, "a copy of the state", _IN_PLACE)
     table[...] = state
     return table
 
@@ -115,13 +141,19 @@ def _state_dtype(options: DeltaOptions) -> np.dtype:
 def _table_to_undo(call: Call, rows: Any, log: Log, options: DeltaOptions) -> tuple[Any, Call]:
     """Return a copy of the saved table, and the call over it: rows of a 16-bit state that are inverted need float32."""
     what, fix = "a copy of the table for the backward", "shorten the batch"
-    if log.is_complete or call.state in ("float", "double"):
+    state = _undone_state(call, log)
+    if state == call.state:
         table = launch.empty(rows.shape, rows.dtype, what, fix)
         table[...] = rows
         return table, call
     table = launch.empty(rows.shape, np.float32, what, 'pass restore="snapshot", which keeps a 16-bit table')
     table[...] = arrays.widen_state(rows, options.state_dtype)
-    return table, call._replace(state="float")
+    return table, call._replace(state=state)
+
+
+def _undone_state(call: Call, log: Log) -> str:
+    """Return the C++ name of the state that the backward works on: rows that are inverted are no 16-bit numbers."""
+    return call.state if log.is_complete or call.real == "double" else "float"
 
 
 def _run_forward(call: Call, table: Any, error: Any | None, log: Log | None) -> Any:
@@ -134,10 +166,12 @@ def _run_forward(call: Call, table: Any, error: Any | None, log: Log | None) -> 
     if cut is None:
         _decode(call, table, readings)
         return readings
+    if log is not None:
+        _prepare_training(call, log, cut)
     x = call.inputs
     launch.launch(
         "sparse_delta_forward.cu", _kernel("sparse_delta_forward", call, cut.tile), _grid(call, cut), 4 * cut.tile,
-        (table, calls.row_start(call), x.values, x.write_weights, decay_factors(call), x.beta, x.read_weights, readings,
+        (table, call.row_start, x.values, x.write_weights, decay_factors(call), x.beta, x.read_weights, readings,
          None if error is None or call.per_slot else error, *_log_arguments(log),
          *calls.make_plan(call, cut.row_budget), *_budgets(cut), call.cu_seqlens,
          *call.numbers("heads", "tokens", "width", "writes", "reads", "decays")),
@@ -146,11 +180,29 @@ def _run_forward(call: Call, table: Any, error: Any | None, log: Log | None) -> 
     return readings
 
 
+def _prepare_training(call: Call, log: Log, forward: tiling.Tiling) -> None:
+    """Compile what forward and backward will launch: all of it is known here, and compiles side by side."""
+    undone = call._replace(state=_undone_state(call, log))
+    backward = _cut_backward(undone, log)
+    if backward is None:
+        return  # the backward says why
+    rule = _c(call.per_slot)
+    wanted = [
+        ("sparse_delta_forward.cu", _kernel("sparse_delta_forward", call, forward.tile)),
+        ("sparse_delta_backward.cu", _kernel("sparse_delta_backward", undone, backward.tile)),
+        ("sparse_delta_gates.cu", f"decay_factors<{call.real}>"),
+        ("sparse_delta_gates.cu", f"undo_factors<{call.real}, {rule}>"),
+        ("sum_partials.cu", f"sum_partials<{call.real}, {rule}>"),
+        ("plan.cu", calls.PLAN_ROWS),
+    ]
+    modules.prepare(wanted, cupy().cuda.Device().id)
+
+
 def _decode(call: Call, table: Any, readings: Any) -> None:
     x, tile = call.inputs, tiling.TILES[-1]
     launch.launch(
         "decode_step.cu", _kernel("decode_step", call, tile), (call.lanes, -(-call.width // tile)), 4 * tile,
-        (table, calls.row_start(call), x.values, x.write_slots, x.write_weights, x.log_decay, x.beta, x.read_slots,
+        (table, call.row_start, x.values, x.write_slots, x.write_weights, x.log_decay, x.beta, x.read_slots,
          x.read_weights, readings, call.cu_seqlens,
          *call.numbers("heads", "tokens", "width", "writes", "reads", "decays")),
         shared_memory.decode_bytes(_shape(call, tile, 0, 0, None)),
@@ -176,8 +228,8 @@ def _run_backward(call: Call, table: Any, grad: Any, target: Any, dreadings: Any
     alpha = decay_factors(call)
     launch.launch(
         "sparse_delta_backward.cu", _kernel("sparse_delta_backward", call, cut.tile), _grid(call, cut), 4 * cut.tile,
-        (table, grad, calls.row_start(call), target, dreadings, x.write_weights, alpha, _undo_factors(call, alpha),
-         x.beta, x.read_weights, *_log_arguments(log), dvalues, dk_parts, ddecay_parts, dbeta_parts, dq_parts,
+        (table, grad, call.row_start, target, dreadings, x.write_weights, alpha, _undo_factors(call, alpha),
+         x.beta, x.read_weights, dvalues, dk_parts, ddecay_parts, dbeta_parts, dq_parts, *_log_arguments(log),
          *calls.make_plan(call, cut.row_budget), *_budgets(cut), call.cu_seqlens, np.int64(call.total),
          *call.numbers("heads", "tokens", "width", "writes", "reads", "decays")),
         cut.shared_bytes,

@@ -104,6 +104,7 @@ struct Undo {
     if (tile.group == 0) store_columns(dvalues + token * width + tile.column0 + tile.column, x, tile.live);
   }
 
+  // Rows past a run's end are its last row again, computed and dropped: straight code compiles sooner than guarded.
   __device__ __forceinline__ void take_reading_back(const Staged& x) const {
     const Run run = run_of(reads, tile.group);
 #pragma unroll 1
@@ -111,10 +112,9 @@ struct Undo {
       real along[kHeld];
 #pragma unroll
       for (int j = 0; j < kHeld; ++j) {
-        along[j] = 0;
-        if (first + j >= run.end) continue;
-        const int at = x.read_at[first + j] * TILE;
-        store_two(g + at, fused_two(x.q[first + j], x.dy, load_two(g + at)));
+        const int r = min(first + j, run.end - 1), at = x.read_at[r] * TILE;
+        const two changed = fused_two(x.q[r], x.dy, load_two(g + at));
+        if (first + j < run.end) store_two(g + at, changed);
         along[j] = dot_two(load_two(m + at), x.dy, (real)0);
       }
       put_sums(dq_parts, x.number, reads, first, run.end, along);
@@ -142,8 +142,9 @@ struct Undo {
     for (int first = run.begin; first < run.end; first += kHeld)
 #pragma unroll
       for (int j = 0; j < kHeld; ++j) {
-        const int w = first + j;
-        if (w < run.end) sum = fused_two(x.k[w], load_two(g + x.write_at[w] * TILE), sum);
+        const int w = min(first + j, run.end - 1);
+        const two more = fused_two(x.k[w], load_two(g + x.write_at[w] * TILE), sum);
+        if (first + j < run.end) sum = more;
       }
     tile.put_part(parts, sum);
     __syncthreads();
@@ -168,11 +169,11 @@ struct Undo {
         const int w = first + j;
         if (w >= run.end) continue;
         const int at = x.write_at[w] * TILE;
-        const real alpha = decays > 1 ? x.alpha[w] : x.alpha[0], step = PER_SLOT ? x.beta * x.k[w] : x.k[w];
+        const real alpha = x.alpha[decays > 1 ? w : 0], step = PER_SLOT ? x.beta * x.k[w] : x.k[w];
         const two gi = load_two(g + at);
         two before = load_two(m + at);
         if (!x.log_place || x.log_place[w] < 0)
-          before = times_two(inverses > 1 ? x.inverse[w] : x.inverse[0],
+          before = times_two(x.inverse[inverses > 1 ? w : 0],
                              fused_two(-step, PER_SLOT ? x.target : delta, before));
         const two decayed = times_two(alpha, before);
         const two dm = PER_SLOT ? fused_two(-step, gi, gi) : fused_two(step, pull, gi);
@@ -214,10 +215,10 @@ __global__ void __launch_bounds__(TILE * 4, 1) sparse_delta_backward(
     const typename Arithmetic<State>::real* target, const typename Arithmetic<State>::real* dreadings,
     const typename Arithmetic<State>::real* write_weights, const typename Arithmetic<State>::real* alpha,
     const typename Arithmetic<State>::real* inverse, const typename Arithmetic<State>::real* beta,
-    const typename Arithmetic<State>::real* read_weights, const int* log_place, unsigned char* log_rows, float* log_scales,
-    int storage, typename Arithmetic<State>::real* dvalues, typename Arithmetic<State>::real* dk_parts,
-    typename Arithmetic<State>::real* ddecay_parts, typename Arithmetic<State>::real* dbeta_parts,
-    typename Arithmetic<State>::real* dq_parts, const RowEntry* rows, const int* row_count, const int* chunk_start,
+    const typename Arithmetic<State>::real* read_weights, typename Arithmetic<State>::real* dvalues,
+    typename Arithmetic<State>::real* dk_parts, typename Arithmetic<State>::real* ddecay_parts,
+    typename Arithmetic<State>::real* dbeta_parts, typename Arithmetic<State>::real* dq_parts, const int* log_place,
+    unsigned char* log_rows, float* log_scales, int storage, const RowEntry* rows, const int* row_count, const int* chunk_start,
     const int* chunks, const unsigned short* place_w, const unsigned short* place_r, int row_stride, int row_budget,
     int token_budget, const long long* cu_seqlens, long long all_tokens, int heads, int tokens, int width, int writes,
     int reads, int decays) {

@@ -7,7 +7,7 @@
 //   table [.., D] State          row_start [L] int64: the lane's row 0 in the table; slots count from there
 //   values, readings [n, D] real, error [n, D] real or null (rule "shared": e, kept for the backward)
 //   write_weights [n, W], read_weights [n, R], alpha [n, A] (A = 1 or W; sparse_delta_gates.cu), beta [n] real
-//   log_place [n, W] int32 or null: row of the log, or -1; log, log_scales, storage: delta_log.cuh
+//   log_place [n, W] int32 or null: row of the log, or -1; log_rows, log_scales, storage: delta_log.cuh
 //   rows .. row_stride: the plan, plan.cuh, made with a row budget <= row_budget
 // State: float, bf16, fp16, double. A written row is rounded to it at every token; all arithmetic is in real.
 // Units: sizes and strides in elements, alpha a factor in [0, 1].

@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(128) sum_partials(
   if (token >= tokens) return;
   const int thread = threadIdx.x % 32;
   Real decay = 0, strength = 0;
+#pragma unroll 1
   for (int w = thread; w < writes; w += 32) {
     const long long at = token * writes + w;
     const Real s = sum_over_blocks(dk_parts + at, blocks, tokens * writes);
@@ -45,6 +46,7 @@ __global__ void __launch_bounds__(128) sum_partials(
     if (decays > 1) dlog_decay[at] = d;
     decay += d;
   }
+#pragma unroll 1
   for (int r = thread; r < reads; r += 32)
     dread_weights[token * reads + r] = sum_over_blocks(dq_parts + token * reads + r, blocks, tokens * reads);
   decay = sum_of_warp(decay);

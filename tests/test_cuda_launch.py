@@ -211,6 +211,17 @@ def test_slots_and_decays_are_checked_on_the_device(cupy):
         assert {run[0].split("<")[0] for run in cupy.launches} <= {"check_slots", "check_decays"}
 
 
+@needs("asan")
+def test_a_check_of_bad_values_stays_in_its_arrays(monkeypatch):
+    cupy = fake_cupy.install(monkeypatch, schedule={"build": "asan"})
+    case = make_case(FIELDS["cuda_packed"], dtype=np.float32)
+    for slot in (-(2**31), 2**31 - 1, 16):
+        inputs = DeltaInputs(*(uploaded(cupy, x.copy()) for x in case.inputs))
+        assert cuda_kernels.values_are_fine(inputs, 16)
+        inputs.read_slots.host.reshape(-1)[-1] = slot
+        assert not cuda_kernels.values_are_fine(inputs, 16)
+
+
 def test_offsets_are_checked_and_made_safe(cupy):
     case = make_case(FIELDS["cuda_packed"], dtype=np.float32)
     call = [cupy.asarray(x) for x in case.arguments()]
@@ -358,3 +369,18 @@ def test_torch_tensors_bring_their_stream_and_memory(torch, cupy, dtype, monkeyp
             dtype,
             "snapshot" if dtype == "bfloat16" else "hybrid",
         )
+
+
+def test_slot_usage_is_counted_where_the_slots_are(torch, cupy):
+    from sdm_lite.errors import SlotError
+    from sdm_lite.nn import SlotUsage
+
+    slots = torch.from_numpy(np.random.default_rng(7).integers(0, 9, (3, 5, 4)))
+    usage = SlotUsage(10)
+    for _ in range(2):
+        usage.add(slots)
+    assert cupy.streams, "not counted in the cuda room"
+    assert torch.equal(usage.counts, 2 * torch.bincount(slots.reshape(-1), minlength=10))
+    with pytest.raises(SlotError, match="0 to 10"):
+        usage.add(torch.tensor([0, 10]))
+    assert int(usage.counts.sum()) == 2 * slots.numel() and usage.report().dead.tolist() == [9]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+import threading
 
 import fake_cupy
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 import sdm_lite
 from sdm_lite import cuda_kernels, errors, rooms
-from sdm_lite.cuda_kernels import addressing, devices, modules, shared_memory, stream_numba, tiling
+from sdm_lite.cuda_kernels import addressing, devices, modules, shared_memory, tiling
 from sdm_lite.cuda_kernels.call import plan_shared_bytes, plan_window
 from sdm_lite.cuda_kernels.shared_memory import DeltaShape
 from sdm_lite.rooms import DeltaInputs, DeltaOptions
@@ -113,7 +114,7 @@ def sized_call(batch, tokens, heads, width, writes, slots):
 def test_offsets_past_31_bits_reach_the_kernels_as_64(cupy):
     call = sized_call(batch=65, tokens=8192, heads=2, width=2048, writes=64, slots=2**20)
     assert call.lanes * call.slots * call.width > 2**31 and call.total * call.width > 2**31
-    start = cuda_kernels.call.row_start(call)
+    start = call.row_start
     assert start.dtype == np.int64 and int(start[-1]) == (call.lanes - 1) * 2**20
     assert call.total == 65 * 8192 * 2
 
@@ -166,6 +167,38 @@ def test_a_kernel_is_made_once(cupy):
     assert modules.kernel("plan.cu", "plan_links<256>", 0) is one
     assert modules.kernel("plan.cu", "plan_links<256>", 1) is not one
     assert one.max_dynamic_shared_size_bytes == 227 << 10
+
+
+def test_a_training_call_compiles_its_modules_side_by_side(cupy, monkeypatch):
+    """All are asked for before the first is done: a barrier that one thread alone would never pass."""
+    cupy.run = False
+    barrier, files = threading.Barrier(6, timeout=20), []
+
+    class Module(fake_cupy.RawModule):
+        def __init__(self, **options):
+            super().__init__(**options)
+            files.append((self.file, cupy.cuda.Device().id))
+            barrier.wait()
+
+    monkeypatch.setattr(cupy, "RawModule", Module)
+    inputs, state = call_of(cupy)
+    options = DeltaOptions(restore="snapshot")
+    saved = cuda_kernels.sparse_delta_forward(inputs, state, options, save=True)[2]
+    expected = {"sparse_delta_forward.cu", "sparse_delta_backward.cu", "sum_partials.cu", "plan.cu"}
+    assert {file for file, _ in files} == {*expected, "sparse_delta_gates.cu"} and len(files) == 6
+    dreadings = cupy.zeros(inputs.values.shape, np.float32)
+    cuda_kernels.sparse_delta_backward(inputs, options, saved, dreadings, None, state.shape)
+    assert len(files) == 6, "the backward compiled something that its forward could have"
+
+
+def test_an_error_of_one_module_reaches_the_caller(cupy, monkeypatch):
+    def refuse(**options):
+        raise RuntimeError("NVRTC refuses")
+
+    monkeypatch.setattr(cupy, "RawModule", refuse)
+    with pytest.raises(RuntimeError, match="NVRTC refuses"):
+        modules.prepare([("plan.cu", "plan_rows<256>"), ("sum_partials.cu", "sum_partials<float, false>")], 0)
+    assert not modules._kernels
 
 
 # ---- what is missing ----------------------------------------------------------------------------------------------
@@ -300,7 +333,7 @@ def test_out_of_memory_names_the_bytes_and_what_needs_fewer(cupy):
     big = cupy.zeros((1, 2, 4096, 5), np.float32)
     cupy.free = 100_000
     with pytest.raises(errors.DeviceMemoryError, match="163,840 bytes.*sparse_delta_rule_"):
-        cuda_kernels.sparse_delta_forward(inputs, big, DeltaOptions())
+        cuda_kernels.sparse_delta_forward(inputs, big, DeltaOptions(), final=True)
     cupy.free = 350  # the table has 320 bytes, the log 12 rows of 32
     with pytest.raises(MemoryError, match='log of overwritten rows.*384 bytes.*restore="invert"'):
         cuda_kernels.sparse_delta_forward(inputs, state, DeltaOptions(restore="snapshot"), save=True)
@@ -324,14 +357,16 @@ def test_a_capture_waits_for_nothing(cupy):
         cuda_kernels.values_are_fine(inputs, 8)
 
 
-def test_the_plan_of_a_log_waits_for_its_size_alone(cupy, monkeypatch):
-    handed = []
-    monkeypatch.setattr(stream_numba, "device_array", lambda x: handed.append(x) or x)
-    inputs, _ = call_of(cupy)
+def test_planning_a_log_waits_once(cupy, monkeypatch):
+    """For the size of the log; Numba, which else waits for the stream at every array, is told not to."""
+    stand_in, trusted = cuda_kernels.log.cupy(), []
+    inputs, state = call_of(cupy)
+    stream_numba = importlib.import_module("sdm_lite.cuda_kernels.stream_numba")
+    monkeypatch.setattr(stream_numba.cuda, "as_cuda_array", lambda x, sync: trusted.append(sync) or x)
     call = cuda_kernels.call.open_call(inputs, DeltaOptions(), 8)
+    stand_in.syncs = 0
     cuda_kernels.log.open_log(call, DeltaOptions(restore="invert"), "-")
-    # every array of the three launches, or Numba would wait for the stream at each
-    assert len(handed) == 4 + 7 + 4
+    assert stand_in.syncs == 1 and len(trusted) == 15 and not any(trusted)
 
 
 def test_unusual_sizes_are_refused_with_the_fix(cupy):

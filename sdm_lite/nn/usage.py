@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import cuda_kernels, torch_bridge_arrays
 from ..errors import SlotError, ValueRangeError, message
+from ..torch_bridge_arrays import borrowed, view
 
 
 class UsageReport(NamedTuple):
@@ -41,6 +43,11 @@ class SlotUsage:
     ----------
     num_slots : int
 
+    Attributes
+    ----------
+    counts : Tensor int64 [num_slots]
+        On the device of the slots that were counted last.
+
     Examples
     --------
     >>> usage = SlotUsage(4)
@@ -62,11 +69,15 @@ class SlotUsage:
         """
         if torch._C._current_graph_task_id() != -1:
             return
-        flat = slots.detach().reshape(-1).long().cpu()
+        flat = slots.detach().reshape(-1)
         if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < len(self.counts):
             expected, got = f"slots in [0, {len(self.counts)})", f"{int(flat.min())} to {int(flat.max())}"
             raise SlotError(message("SlotUsage.add", "slots", expected, got, "check the table's size"))
-        self.counts += torch.bincount(flat, minlength=len(self.counts))
+        self.counts = self.counts.to(flat.device)
+        if torch_bridge_arrays.on_gpu(flat):
+            _count_on_gpu(flat.int(), self.counts)
+        else:
+            self.counts += torch.bincount(flat, minlength=len(self.counts))
 
     def reset(self) -> None:
         """Begin a new window."""
@@ -87,3 +98,8 @@ class SlotUsage:
             float((shares * (slots * shares).log()).sum()),
             (self.counts == 0).nonzero()[:, 0],
         )
+
+
+@borrowed
+def _count_on_gpu(slots: Tensor, counts: Tensor) -> None:
+    cuda_kernels.count_accesses(view(slots), view(counts))

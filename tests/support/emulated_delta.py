@@ -246,7 +246,7 @@ class Emulated:
         plan = make_plan(x, self.lanes, shape.row_budget)
         args = [
             table, grad, self.row_start(table.shape[-2]), x.values if self.per_slot else error, dreadings,
-            x.write_weights, alpha, inverse, x.beta, x.read_weights, *_log_args(log), dvalues, dk, ddecay, dbeta, dq,
+            x.write_weights, alpha, inverse, x.beta, x.read_weights, dvalues, dk, ddecay, dbeta, dq, *_log_args(log),
             *self.plan_args(plan, shape), x.cu_seqlens, np.int64(self.count), *self.sizes(),
         ]  # fmt: skip
         shared = shared_memory.backward_bytes(shape, per_slot=self.per_slot)

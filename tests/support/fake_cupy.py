@@ -12,12 +12,22 @@ import ctypes
 import importlib.machinery
 import sys
 import types
+import weakref
 
 import numpy as np
 from emulated_cuda.run import emulate
 from emulated_delta import SERVED
 
-from sdm_lite.cuda_kernels import addressing, devices, hash_slots_numba, launch, log_plan_numba, modules, stream_numba
+from sdm_lite.cuda_kernels import (
+    access_statistics_numba,
+    addressing,
+    devices,
+    hash_slots_numba,
+    launch,
+    log_plan_numba,
+    modules,
+    stream_numba,
+)
 
 _KEPT = ("shape", "dtype", "size", "ndim", "nbytes", "itemsize", "strides", "flags")
 _METHODS = (
@@ -141,7 +151,8 @@ class _Function:
             return
         hosts = [None if a is launch.NULL else a.host if isinstance(a, Array) else a for a in args]
         # the same programs as the kernels' own tests, and one for all of a small file
-        together = SERVED.get(self.file, modules.INSTANCES[self.file] if self.file in _SMALL else ())
+        built = _MODULE.schedule.get("build", "plain") == "plain"  # a sanitized program of one kernel compiles sooner
+        together = SERVED.get(self.file, modules.INSTANCES[self.file] if self.file in _SMALL else ()) if built else ()
         emulate(
             self.file, self.name, grid=grid, block=block, args=hosts, shared_bytes=shared_mem, serve=together,
             **_MODULE.schedule,
@@ -185,11 +196,14 @@ class _PythonKernel:
 def _install_numba(monkeypatch):
     threads = types.SimpleNamespace(now=0)
     stand_in = types.SimpleNamespace(
-        grid=lambda axes: threads.now, external_stream=lambda address: None, as_cuda_array=lambda x, sync: x
+        grid=lambda axes: threads.now,
+        external_stream=lambda address: None,
+        as_cuda_array=lambda x, sync: x,
+        atomic=types.SimpleNamespace(add=np.add.at),
     )
     monkeypatch.setitem(sys.modules, "numba_cuda", types.ModuleType("numba_cuda"))
     sys.modules["numba_cuda"].__spec__ = importlib.machinery.ModuleSpec("numba_cuda", None)
-    for module in (hash_slots_numba, log_plan_numba, stream_numba):
+    for module in (access_statistics_numba, hash_slots_numba, log_plan_numba, stream_numba):
         for name, found in list(vars(module).items()):
             if hasattr(found, "py_func"):
                 monkeypatch.setattr(module, name, _PythonKernel(found.py_func, threads))
@@ -258,7 +272,15 @@ def empty(shape, dtype=np.float64):
         flat = (ctypes.c_ubyte * size).from_address(owner.ptr)
         host = np.frombuffer(flat, np.uint8).view(dtype).reshape(shape)
     host.reshape(-1).view(np.uint8)[:] = 0xFF
+    _count(_MODULE, size)
+    weakref.finalize(host, _count, _MODULE, -size)
     return Array(host, owner)
+
+
+def _count(module, size):
+    """Keep the bytes that are alive of what `empty` gave, and their peak."""
+    module.held += size
+    module.peak = max(module.peak, module.held)
 
 
 def zeros(shape, dtype=np.float64):
@@ -309,7 +331,7 @@ def install(monkeypatch, device=H200, schedule=None) -> _Module:
     vars(cupy).update(
         ndarray=Array, RawModule=RawModule, empty=empty, zeros=zeros, asarray=asarray, from_dlpack=from_dlpack,
         ascontiguousarray=ascontiguousarray, device=dict(device), schedule=schedule or {}, launches=[], run=True,
-        streams=[], current=0, syncs=0, allocator=None, capturing=False, free=float("inf"),
+        streams=[], current=0, syncs=0, allocator=None, capturing=False, free=float("inf"), held=0, peak=0,
     )  # fmt: skip
     cupy.cuda = types.SimpleNamespace(
         Device=_Device,
@@ -329,6 +351,7 @@ def install(monkeypatch, device=H200, schedule=None) -> _Module:
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(modules, "_kernels", {})
+    monkeypatch.setattr(modules, "_turns", {})
     devices.limits_of.cache_clear()
     addressing._on_device.cache_clear()
     _install_numba(monkeypatch)
