@@ -54,10 +54,8 @@ class Where(NamedTuple):
     """Where the tables begin, in elements from `origin`."""
 
     origin: np.ndarray  # [any, D], rows one element apart: a row's number is its address
-    rows: int  # [U, D]
     table: int  # [U, D]
     grad: int  # [U, D]
-    zero: int  # [D]
     waste: int  # [L, D], for what nobody asks for; a lane's own, since threads would take its cache lines in turn
 
 
@@ -79,21 +77,19 @@ class Partials(NamedTuple):
     dread_weights: np.ndarray  # [parts, n, R]
 
 
-TOUCHED, MOVED = 1, 2  # bits of a row's state
-
-
 @kernel
 def sparse_delta_backward(
-    lo, hi, tile_columns, group_columns, first, count, stride, row_start, where, state, known, keep, grad_given, x,
-    saved, codes, storage, dreadings, dvalues, partials, per_slot,
+    lo, hi, tile_columns, group_columns, first, count, stride, row_start, where, now, known, keep, x, saved,
+    codes, storage, dreadings, dvalues, partials, per_slot,
 ):  # fmt: skip
     """Run jobs [lo, hi); job = lane * tiles + tile, a tile being `tile_columns` wide.
 
-    state[tile, row] is 0; `known` as in plan.known_rows; `keep` says that G is the state's gradient, to be stored.
+    now[tile, row] are the addresses of the row's M and G before its first access, and are kept up to date; `known` as
+    in plan.known_rows; `keep` says that G is the state's gradient, to be stored.
     None for `codes` (the log's rows below float32) or `per_slot` leaves that branch out when compiling.
     """
     x, saved, origin = borrow_tokens(x), borrow_saved(saved), borrowed(where.origin)
-    state, known = borrowed(state), borrowed(known)
+    now, known = borrowed(now), borrowed(known)
     dreadings, dvalues = borrowed(dreadings), borrowed(dvalues)
     partials = Partials(
         borrowed(partials.dwrite_weights),
@@ -112,9 +108,8 @@ def sparse_delta_backward(
         np.empty((2, BLOCK), dreadings.dtype),
     )
     decoded, delta, pull = borrowed(decoded_rows), borrowed(pair[:1]), borrowed(pair[1:])
-    addresses = np.empty((4, writes + reads), np.int64)
-    write = _views(addresses[:, :writes])
-    read = _views(addresses[:, writes:])
+    addresses = np.empty((8, max(writes, reads)), np.int64)
+    write, read = _views(addresses[:4]), _views(addresses[4:])
     wide, narrow = zeros(dreadings.dtype, BLOCK), zeros(dreadings.dtype, NARROW)
     chunks = (longest(count, lo // tiles, hi // tiles) + CHUNK - 1) // CHUNK
     for t0 in range((chunks - 1) * CHUNK, -1, -CHUNK):
@@ -127,13 +122,10 @@ def sparse_delta_backward(
                 token = first[lane] + t * stride
                 if t >= TOKENS_AHEAD:
                     prefetch_token(x, dreadings, token - TOKENS_AHEAD * stride, begin, tile_end, narrow)
-                tables = (where.rows + row0 * width, where.table + row0 * width, where.grad + row0 * width)
-                waste = where.waste + lane * width
-                mine = state[job % tiles, row0 : row_start[lane + 1]]
-                _locate(x.read_slots[token], known[token, 1], mine, tables, where.zero, waste, width, keep, grad_given,
-                        0, read)  # fmt: skip
-                _locate(x.write_slots[token], known[token, 0], mine, tables, where.zero, waste, width, keep, grad_given,
-                        MOVED, write)  # fmt: skip
+                waste, mine = where.waste + lane * width, now[job % tiles, row0:]
+                table, grad = where.table + row0 * width, where.grad + row0 * width
+                _locate(x.read_slots[token], known[token, 1], mine, None, grad, waste, width, keep, read)
+                _locate(x.write_slots[token], known[token, 0], mine, table, grad, waste, width, keep, write)
                 decays(x.log_decay, token, alpha)
                 _inverses(x, token, alpha, per_slot, inverse)
                 if codes is not None:
@@ -173,21 +165,20 @@ def _views(addresses):
 
 
 @inlined
-def _locate(places, known, state, tables, zero, waste, width, keep, grad_given, moved, accesses):
-    """Set the addresses of a token's accesses to rows of one kind; a write (`moved`) puts its rows into the table.
+def _locate(places, known, now, table, grad, waste, width, keep, accesses):
+    """Set the addresses of a token's reads or, where there is a `table` to put their rows into, writes.
 
     Rows from `known` on are those that no earlier token touches, and no later access in this token's reverse.
     """
-    rows, table, grad = tables
     for i in range(len(places)):
-        place = np.int64(places[i])
-        seen, at = state[place], place * width
-        last = place >= known
-        accesses.m_from[0, i] = at + (table if seen & MOVED else rows)
-        accesses.m_to[0, i] = waste if last else at + table
-        accesses.g_from[0, i] = at + grad if seen or grad_given else zero
+        place, at = np.uint64(places[i]), np.int64(places[i]) * width
+        last = places[i] >= known
+        accesses.m_from[0, i], accesses.g_from[0, i] = now[place, 0], now[place, 1]
+        now[place, 1] = at + grad
         accesses.g_to[0, i] = waste if last and not keep else at + grad
-        state[place] = seen | TOUCHED | moved
+        if table is not None:
+            now[place, 0] = at + table
+            accesses.m_to[0, i] = waste if last else at + table
 
 
 @inlined

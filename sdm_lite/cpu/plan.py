@@ -147,6 +147,7 @@ def known_rows(write_places: np.ndarray, read_places: np.ndarray, lanes: Lanes) 
 
 @kernel
 def _count_known(lo, hi, first, count, stride, write_places, read_places, known):
+    write_places, read_places, known = borrowed(write_places), borrowed(read_places), borrowed(known)
     for lane in range(lo, hi):
         rows = np.int32(0)
         for t in range(count[lane]):

@@ -134,9 +134,11 @@ def sparse_delta_backward(
     flat_dreadings, flat_dvalues, per_slot = _flat(dreadings), _flat(dvalues), _PER_SLOT[options.rule]
     table, spare = memory.empty(rows.shape, rows.dtype), np.zeros((1 + len(lanes.first), width), rows.dtype)
     start = memory.origin(width, rows.dtype)
-    at = [memory.elements_to(array, start) for array in (rows, table, grad, spare[:1], spare[1:])]
-    where = backward.Where(start, *at)
-    state = np.zeros((max(1, -(-width // tile_columns)), len(rows)), np.uint8)
+    rows_at, grad_at, zero_at = (memory.elements_to(array, start) for array in (rows, grad, spare))
+    where = backward.Where(start, memory.elements_to(table, start), grad_at, zero_at + width)
+    now = np.empty((max(1, -(-width // tile_columns)), len(rows), 2), np.int64)
+    each = np.arange(len(rows)) * width
+    now[..., 0], now[..., 1] = each + rows_at, zero_at if dfinal is None else each + grad_at
     known = plan.known_rows(write_places, read_places, lanes)
     keep = state_shape is not None
     whole_rows = start.flags.c_contiguous  # so where D = 1
@@ -144,8 +146,8 @@ def sparse_delta_backward(
 
     def job(lo: int, hi: int) -> None:
         kernel(
-            lo, hi, tile_columns, group_columns, lanes.first, lanes.tokens, lanes.stride, row_start, where, state,
-            known, keep, dfinal is not None, x, kept, codes, storage, flat_dreadings, flat_dvalues, partials, per_slot,
+            lo, hi, tile_columns, group_columns, lanes.first, lanes.tokens, lanes.stride, row_start, where, now, known,
+            keep, x, kept, codes, storage, flat_dreadings, flat_dvalues, partials, per_slot,
         )  # fmt: skip
 
     pool.run(_jobs(len(lanes.first), width, tile_columns), job, work)
