@@ -108,8 +108,8 @@ def sparse_delta_backward(
         np.empty((2, BLOCK), dreadings.dtype),
     )
     decoded, delta, pull = borrowed(decoded_rows), borrowed(pair[:1]), borrowed(pair[1:])
-    addresses = np.empty((8, max(writes, reads)), np.int64)
-    write, read = _views(addresses[:4]), _views(addresses[4:])
+    write_at, read_at = np.empty((4, writes), np.int64), np.empty((4, reads), np.int64)
+    write, read = _views(write_at), _views(read_at)
     wide, narrow = zeros(dreadings.dtype, BLOCK), zeros(dreadings.dtype, NARROW)
     chunks = (longest(count, lo // tiles, hi // tiles) + CHUNK - 1) // CHUNK
     for t0 in range((chunks - 1) * CHUNK, -1, -CHUNK):
@@ -150,7 +150,7 @@ def sparse_delta_backward(
                     _put(partials.dlog_decay[part, token], ddecay, tiles == 1 and c0 > 0)
                     _put(partials.dbeta[part, token], dbeta, tiles == 1 and c0 > 0)
                     _put(partials.dread_weights[part, token], dq, tiles == 1 and c0 > 0)
-    return scratch.size + decoded_rows.size + pair.size + addresses.size  # keeps the scratch alive till here
+    return scratch.size + decoded_rows.size + pair.size + write_at.size + read_at.size  # keeps them alive till here
 
 
 # Below, columns [c, c + n) of one block are walked NARROW at a time, the last step masked: a wider step would not leave
