@@ -62,6 +62,9 @@ def test_a_repeated_step_of_tensors_is_checked_where_they_differ(rng):
         state.step(*away)
     with pytest.raises(sdm_lite.DtypeError, match="all of one kind"):
         state.step(*tensors(calls[2])[:6], calls[2][6])
+    nested = torch.nested.nested_tensor([torch.ones(2, 16)])
+    with pytest.raises(sdm_lite.DtypeError, match="values: expected a dense tensor, got a nested one"):
+        state.step(nested, *tensors(calls[2])[1:])
     with torch.no_grad():
         assert torch.equal(state.step(*wants), torch.from_numpy(plain.step(*calls[2])))
     halves = [a if a.dtype == torch.int32 else a.bfloat16() for a in tensors(calls[2])]

@@ -255,6 +255,8 @@ def test_no_columns_and_no_heads_are_legal(empty, backend):
     case = cases.make_case(SMALL, dtype=np.float32, **{empty: 0})
     readings, final = sdm_lite.sparse_delta_rule(*case.arguments(), output_final_state=True, backend=backend)
     assert readings.shape == case.inputs.values.shape and final.shape == case.state.shape
+    readings = sdm_lite.sparse_delta_rule_(*case.arguments()[:7], case.state.copy(), backend=backend)
+    assert readings.shape == case.inputs.values.shape
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

@@ -50,7 +50,7 @@ def sparse_delta_update(inputs: DeltaInputs, state: np.ndarray, options: DeltaOp
     lanes = _lanes(inputs, False)
     if state.flags.c_contiguous and state.flags.aligned and options.state_dtype in ("float32", "float64"):
         slots, width = state.shape[2:]
-        table = state.reshape(-1, width)
+        table = state.reshape(math.prod(state.shape[:3]), width)
         row_start = np.arange(len(lanes.first) + 1, dtype=np.int64) * slots
         return _run_forward(inputs, options, lanes, row_start, table, _nothing_of(inputs))
     compact = plan.compact(inputs.write_slots, inputs.read_slots, lanes, state.shape[-2])

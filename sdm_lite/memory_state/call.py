@@ -95,8 +95,8 @@ def _traced() -> bool:
 
 def _seen(kind: type, given: Sequence[Any], one_token: bool) -> tuple:
     """Return what the checks of metadata look at, of arrays of one type; shorter where there are others."""
-    arrays_of_kind: list[Any] = [x for x in given if type(x) is kind]
-    return one_token, [(x.shape, x.dtype) for x in arrays_of_kind]
+    arrays_of_kind: list[Any] = [x for x in given if type(x) is kind and not getattr(x, "is_nested", False)]
+    return one_token, [(x.shape, x.dtype) for x in arrays_of_kind]  # a nested tensor has no shape
 
 
 def check(state: MemoryState, op: str, call: Sequence[Any], one_token: bool) -> None:
