@@ -17,6 +17,8 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.library import custom_op
 
+from .errors import SdmError, message
+
 _bodies: dict[Any, tuple[Callable, int | None]] = {}
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -39,12 +41,21 @@ def op(name: str, *, schema: str, device_types: Any = "cpu", writes: tuple[int, 
 def call(custom: Any, *operands: Any) -> Any:
     """Return what the op returns, without the dispatcher where it has nothing to do."""
     if torch.compiler.is_compiling() or _is_watched() or not all(map(_is_plain, operands)):
+        if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+            _refuse_tangents(custom, operands)
         return custom(*operands)
     body, written = _bodies[custom]
     result = body(*operands)
     if written is not None and not operands[written].is_inference():
         increment_version(operands[written])  # a backward that saved this tensor must notice
     return result
+
+
+def _refuse_tangents(custom: Any, operands: tuple) -> None:
+    """Raise where an operand carries a forward-mode derivative: torch would go on with zeros in silence."""
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in operands):
+        got, fix = "a tensor with a tangent (forward mode: jvp, jacfwd)", "use torch.autograd.grad, or detach it"
+        raise SdmError(message(custom._name, "operands", "tensors without forward-mode derivatives", got, fix))
 
 
 def _is_plain(operand: Any) -> bool:

@@ -108,6 +108,15 @@ def test_a_file_larger_than_the_limit_is_refused(tmp_path):
         HybridState.load(tmp_path / "cache", model, max_bytes=held - 1)
 
 
+def test_a_first_call_that_is_refused_leaves_the_cache_to_any_model():
+    cache = HybridState(max_bytes=0)
+    with pytest.raises(StateFull):
+        build("sdm")(tokens(1, 3), cache, inplace=True)
+    assert cache.config is None and not cache.layers
+    cache.max_bytes = None
+    build("zero")(tokens(1, 3), cache, inplace=True)
+
+
 @pytest.mark.parametrize(("limit", "error"), [(-1, ValueRangeError), (1.5, DtypeError), ("1", DtypeError)])
 def test_what_is_no_limit_is_refused(limit, error):
     with pytest.raises(error, match="HybridState: max_bytes: expected .* Fix: "):

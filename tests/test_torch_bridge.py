@@ -413,3 +413,14 @@ def test_the_delta_rule_refuses_the_negative_bit(name):
     for use in (rule, rule_):
         with pytest.raises(errors.DtypeError, match=r"resolve_neg"):
             use({**named, name: odd}, backend="reference")
+
+
+def test_forward_mode_is_refused_and_not_zero():
+    scores = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(errors.SdmError, match="forward mode"):
+        torch.func.jvp(lambda x: sdm_lite.product_key_topk(x, 2)[0], (scores,), (torch.ones_like(scores),))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(scores, torch.ones_like(scores))
+        with pytest.raises(errors.SdmError, match="forward mode"):
+            sdm_lite.product_key_topk(dual, 2)
+        sdm_lite.product_key_topk(scores, 2)

@@ -237,13 +237,19 @@ class HybridLM(nn.Module):
         state = HybridState() if state is None else state
         inplace = inplace or any(True for _ in state.memories())
         ids, aligned = self._aligned(ids, mask, update and (return_state or inplace))
+        before = state.config, state._model
         state.bind(self, ids.shape[0])
         lengths = None if aligned is None else aligned.lengths
         after: HybridState | None = state
         if inplace:
             refuse_gradients("HybridLM", "state", self)
-            with state.whole_calls(_NAME):
-                x = self._update(ids, state, update, lengths)
+            try:
+                with state.whole_calls(_NAME):
+                    x = self._update(ids, state, update, lengths)
+            except BaseException:
+                if not state.layers:  # taken back: the cache is as free as it was
+                    state.config, state._model = before
+                raise
         else:
             x, hash_ids, recent = self.embed(ids, state.recent, lengths)
             layers: list[Any] = []
