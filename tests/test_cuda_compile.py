@@ -16,8 +16,9 @@ pytestmark = pytest.mark.skipif(kernel_figures.missing() is not None, reason=ker
 
 #: the rest takes minutes: SDM_LITE_CUDA_COMPILE=all, and the command that writes docs/kernels.md
 ALL = [(file, expression) for file, expressions in modules.INSTANCES.items() for expression in expressions]
-#: seconds of a processor for what a layer asks for: 4.1 to 5.5 were counted beside other work
-BUDGET_S = 6.5
+#: seconds of a processor for what a layer asks for: 4.1 to 5.5 were counted, so twice as much work fails and a slow
+#: machine does not
+BUDGET_S = 9.0
 WHICH = ALL if os.environ.get("SDM_LITE_CUDA_COMPILE") == "all" else kernel_figures.DEFAULT
 
 
@@ -27,7 +28,7 @@ def test_the_layer_is_a_part_of_all():
 
 
 def test_a_layer_compiles_within_its_budget():
-    """The target is 3 s of an idle processor; a machine that does other work counts up to twice that for the same."""
+    """The target is 3 s by the clock, side by side; the bound is on what a processor takes for one after the other."""
     code = "import kernel_figures as k, resource; used = lambda: sum(resource.getrusage(resource.RUSAGE_SELF)[:2]); "
     code += "before = used(); k.compile_layer(1); print(used() - before)"
     folder = pathlib.Path(kernel_figures.__file__).parent
